@@ -24,6 +24,7 @@ def drawn_state(draw, max_pages):
         position=draw.randrange(1 << 40),
         pages=[draw.randrange(1, 1 << 31) for _ in range(draw.randrange(max_pages))],
         last=draw.randrange(1 << 40),
+        adapter=draw.randrange(-1, 64),
         params=SamplingParams(
             temperature=draw.choice([0.0, 0.7]),
             top_p=draw.random() or 1.0,
@@ -41,6 +42,7 @@ def test_any_changes_are_one_copy_and_leave_other_slots_alone(copies, max_batch,
     expected = SimpleNamespace(
         positions=[-1] * max_batch,
         last=[0] * max_batch,
+        adapter=[-1] * max_batch,
         table=[[0] * max_pages for _ in range(max_batch)],
         **{name: [1.0 if name == "top_p" else 0] * max_batch for name in SAMPLING},
     )
@@ -56,6 +58,7 @@ def test_any_changes_are_one_copy_and_leave_other_slots_alone(copies, max_batch,
                 changes[slot] = state = drawn_state(draw, max_pages)
                 occupied[slot] = list(state.pages)
                 expected.positions[slot], expected.last[slot] = state.position, state.last
+                expected.adapter[slot] = state.adapter
                 expected.table[slot] = state.pages + [0] * (max_pages - len(state.pages))
                 for name in SAMPLING:
                     getattr(expected, name)[slot] = getattr(state.params, name)
@@ -65,7 +68,7 @@ def test_any_changes_are_one_copy_and_leave_other_slots_alone(copies, max_batch,
                 expected.positions[slot] = -1
         slots.send(changes, pages)
         filled = sum(state is not None for state in changes.values())
-        words = filled * (11 + max_pages) + (len(changes) - filled) * 2 + len(pages)
+        words = filled * (12 + max_pages) + (len(changes) - filled) * 2 + len(pages)
         assert copies == ([12 * words] if words else [])
         copies.clear()
         assert slots.occupied == set(occupied)

@@ -166,7 +166,7 @@ class Collective(Op):
         return prepared(x)
 
     def again(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor | None:
-        """Result of an eager call like one before, by a few comparisons and one launch; None: of any other call.
+        """Result of an eager call like one before, by a few comparisons and a launch; None: of another.
 
         Such a call has a checked dtype, shape and algorithm, and nothing has changed that its plan depends on.
         """

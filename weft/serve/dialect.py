@@ -20,6 +20,7 @@ from weft.serve.parsing import ALIASES, NONE, SPECIAL_MARKS, Parser, marks_of, r
 from weft.serve.parsing.frames import CHANNEL, FRAMES, Frame, Thinking, Tokens, grammar_of, structure_rule
 from weft.serve.parsing.reasoning import HARMONY, is_closed, is_open
 from weft.serve.reply import Reply
+from weft.serve.tools import Tools
 
 # Tokens at the end of a prompt that say whether it begins or ends reasoning.
 PROMPT_END = 16
@@ -157,11 +158,8 @@ class Dialect:
             _, frame = self._frame()
         if structure is not None:
             answer = structure_rule(structure)
-            if answer is None and (tools is not None or (thinking is not None and thinking.opened)):
-                raise BadField(
-                    "structured_outputs.grammar cannot stand beside tools or after reasoning; send json, regex or choice",
-                    "structured_outputs",
-                )
+            if answer is None:
+                _check_alone(tools, thinking)
             if answer is None or (frame is None and thinking is None):
                 return None
         calls, parallel = (None, False) if tools is None else (tools.called, tools.parallel)
@@ -199,3 +197,12 @@ def _template_text(directory: Path | None) -> str:
 
 def _named(name: str | None, by_template: str | None) -> str | None:
     return by_template if name is None else None if name == NONE else ALIASES.get(name, name)
+
+
+def _check_alone(tools: Tools | None, thinking: Thinking | None) -> None:
+    """BadField where a request's own grammar has tools or reasoning beside it."""
+    if tools is not None or (thinking is not None and thinking.opened):
+        raise BadField(
+            "structured_outputs.grammar cannot stand beside tools or after reasoning; send json, regex or choice",
+            "structured_outputs",
+        )

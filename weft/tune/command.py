@@ -91,17 +91,7 @@ class TuneFlags:
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
-        if (self.model is None) == (not self.ops):
-            given = f"--model {self.model}" if self.ops else "neither"
-            raise ValueError(
-                f"weft tune takes ops or --model, and got {given}{' and ops' if self.ops else ''}; pass one"
-            )
-        if self.model is not None:
-            for flag, value in (("--shapes", self.shapes), ("--out", self.out), ("--json", self.json)):
-                if value is not None:
-                    raise ValueError(
-                        f"--model {self.model}: {flag} is for ops, and the model names its calls; leave it out"
-                    )
+        self._check_model()
         words = self.shapes_by_op()
         for word in words:
             if word.partition("+")[0] not in OPS:
@@ -124,6 +114,19 @@ class TuneFlags:
                     f"{flag} {file}: a file holds one world size, not {', '.join(map(str, self.world_sizes))}; "
                     f"run weft tune once for each"
                 )
+
+    def _check_model(self) -> None:
+        if (self.model is None) == (not self.ops):
+            given = f"--model {self.model}" if self.ops else "neither"
+            raise ValueError(
+                f"weft tune takes ops or --model, and got {given}{' and ops' if self.ops else ''}; pass one"
+            )
+        if self.model is not None:
+            for flag, value in (("--shapes", self.shapes), ("--out", self.out), ("--json", self.json)):
+                if value is not None:
+                    raise ValueError(
+                        f"--model {self.model}: {flag} is for ops, and the model names its calls; leave it out"
+                    )
 
     @property
     def world_sizes(self) -> tuple[int, ...]:

@@ -219,6 +219,14 @@ def parts_of(qkv: torch.Tensor | DeferredNorm) -> tuple[torch.Tensor, torch.Tens
     return (qkv.scaled, qkv.squares, qkv.eps) if isinstance(qkv, DeferredNorm) else (qkv, None, 0.0)
 
 
+def _check_both(op: str, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None) -> None:
+    if (q_weight is None) != (k_weight is None):
+        missing, given = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
+        raise ValueError(
+            f"{op}: {missing} is None and {given} is not; pass both, or None for both: heads without norms"
+        )
+
+
 def check_projected(
     op: str,
     qkv: torch.Tensor,
@@ -243,11 +251,7 @@ def check_projected(
             f"{op}: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
             f"[{tokens}, (Hq + {2 * kv_heads}) * {D}], or 1 or more partials of that"
         )
-    if (q_weight is None) != (k_weight is None):
-        missing, given = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
-        raise ValueError(
-            f"{op}: {missing} is None and {given} is not; pass both, or None for both: heads without norms"
-        )
+    _check_both(op, q_weight, k_weight)
     dtype = heads_dtype(qkv, keys, q_weight, bias)
     if k_scale is not None and dtype not in HALVES:
         raise ValueError(

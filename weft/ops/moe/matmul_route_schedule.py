@@ -174,13 +174,7 @@ def matmul_route_schedule(
     check_like(op, "router", router, x.device, (x.dtype,))
     check_schedule(op, experts, block, tickets, x.device)
     E = experts.total
-    if router.dim() != 2 or len(router) not in (E, E + 1) or router.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"{op}: router has shape {tuple(router.shape)}; it must be ({E}, {x.shape[1]}), or ({E + 1}, {x.shape[1]}) with "
-            f"the gate of a shared expert"
-        )
-    if E > MAX_EXPERTS:
-        raise ValueError(f"{op}: experts.total={E} is more than {MAX_EXPERTS}")
+    _check_router(op, router, E, x.shape[1])
     gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     for name, vector, dtype in (("bias", bias, torch.float32), ("logit_bias", logit_bias, x.dtype)):
         if vector is not None:
@@ -201,6 +195,16 @@ def matmul_route_schedule(
         return in_three(given)
     ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(given)
     return Routed(Routing(ids, weights), Schedule(*lists, k, block), gate if len(router) > E else None)
+
+
+def _check_router(op: str, router: torch.Tensor, experts: int, hidden: int) -> None:
+    if router.dim() != 2 or len(router) not in (experts, experts + 1) or router.shape[1] != hidden:
+        raise ValueError(
+            f"{op}: router has shape {tuple(router.shape)}; it must be ({experts}, {hidden}), or ({experts + 1}, {hidden}) "
+            f"with the gate of a shared expert"
+        )
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"{op}: experts.total={experts} is more than {MAX_EXPERTS}")
 
 
 class RouterArguments(NamedTuple):

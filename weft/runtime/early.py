@@ -29,7 +29,7 @@ class EarlyProcesses:
     """Processes that have loaded modules and wait; each is taken once, and the rest end with `close`."""
 
     def __init__(self, count: int, modules: Sequence[str]) -> None:
-        """Process i makes the context of GPU i, if there is one, while it imports: rank i is likely to run there."""
+        """Process i makes the context of GPU i, if there is one, while it imports: rank i mostly runs there."""
         context = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
         self._waiting: list[tuple[BaseProcess, Connection]] = []

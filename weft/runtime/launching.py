@@ -74,7 +74,7 @@ class Launch:
             self._compiled[tuple(kind)] = made, *launcher_of(made)
 
     def of_pair(self, programs: int, number: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """``self(programs, x, out, number)`` as a function of x and out, each of one dtype, which looks up less."""
+        """``self(programs, x, out, number)`` as a function of x and out, whose dtypes stay; fewer look-ups."""
         before, constexprs, addresses = self._before, self._constexprs, self._addresses
         launchers: dict[int, tuple[Callable[..., None], tuple]] = {}
 

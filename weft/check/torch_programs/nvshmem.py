@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Comparisons of waits, by NVSHMEM's constants: EQ, NE, GT, GE. GT waits for the next number.
 _COMPARISONS = {0: ("==", 0), 1: ("!=", 0), 2: (">=", 1), 5: (">=", 0)}
-# Operations of signals, by NVSHMEM's constants and by those of torch's documentation.
+# Operations of signals, by the constants of NVSHMEM and of torch's documentation.
 _SETS, _ADDS = (9, 0), (10, 5)
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _DTYPES = {"half": "float16", "float": "float32", "double": "float64"}

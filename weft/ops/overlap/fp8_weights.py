@@ -33,7 +33,10 @@ class OverlappedFp8(Op):
     def call_with(
         self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a", invariant: bool = False
     ) -> list[torch.Tensor]:
-        """Results for each weight, of unchecked operands. name: of ``a`` in messages; invariant: of an op that takes it."""
+        """Results for each weight, of unchecked operands.
+
+        name  of ``a`` in messages; invariant: of an op that takes it
+        """
         op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
             raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,6 +90,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     return next(place.glob("*.whl")), next(place.glob("*.tar.gz"))
 
 
+@cache  # as of the build, whatever happens to the checkout meanwhile
 def tracked(folder: str) -> list[str]:
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
     return listed.stdout.splitlines()

@@ -266,7 +266,10 @@ WORLD_SIZE = ("--world-size", "--tensor-parallel-size", "-tp")
 
 
 def annotations_of(command: Callable[..., None]) -> dict[str, Any]:
-    """Annotations of a command's parameters, as written: Python 3.10's get_type_hints wraps those with the default None."""
+    """Annotations of a command's parameters, as written.
+
+    Python 3.10's get_type_hints puts an Optional around the annotation of a parameter whose default is None.
+    """
     return {name: each.annotation for name, each in signature(command, eval_str=True).parameters.items()}
 
 

@@ -1,10 +1,14 @@
 """The pages of measured results, from canned ones."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import performance, summary
+from benchmarks.pictures import cast, engines
+from benchmarks.pictures.badges import badges
+from benchmarks.pictures.svg import DARK, LIGHT
 from tests.bench import canned
 from weft.bench.harness import report
 
@@ -143,3 +147,33 @@ def test_runs_with_no_step_in_common_share_a_table():
     assert alone == other
     assert performance.joined([decode, prefill, decode]) == [both, decode]
     assert performance.pictures_of("h200-x4", [both, both])[1] == "h200-x4-model-qwen3-32b-w4-bf16-2.svg"
+
+
+def test_the_committed_pictures_and_the_table_of_engines_are_those_of_the_committed_files():
+    """`python -m benchmarks.performance` and `python -m benchmarks.pictures` write them."""
+    readme, pictures = performance.README.read_text(), performance.PAGE.parent / "pictures"
+    shown = engines.pairs()
+    assert engines.BEGIN in readme and engines.with_table(readme, shown) == readme
+    for colours in (LIGHT, DARK):
+        assert (pictures / f"engines-{colours.name}.svg").read_text() == engines.picture(shown, colours)
+    assert {name: (pictures / name).read_text() for name in badges()} == badges()
+
+
+def test_the_newest_version_of_an_engine_is_shown(tmp_path):
+    run = {"model": "qwen3-8b", "device": engines.GPU, "world_size": 2}
+    rows = [{"prompts": 1, "tokens": 128, "per_token_ms": 4.0}, {"prompts": 1, "tokens": 8192, "per_token_ms": 9.0}]
+    for folder, version, factor in (("a", "0.9.0", 3.0), ("b", "0.26.0", 2.0)):
+        (tmp_path / folder).mkdir()
+        for engine, times in (("weft", 1.0), ("vllm", factor)):
+            made = [{**row, "per_token_ms": row["per_token_ms"] * times} for row in rows]
+            report = run | {"engine": engine, "version": version, "rows": made}
+            (tmp_path / folder / f"{engine}.json").write_text(json.dumps(report))
+    [pair] = engines.pairs(tmp_path)
+    assert (pair.model, pair.form, pair.engine, pair.version) == ("Qwen3-8B", "bf16", "vLLM", "0.26.0")
+    assert pair.rows == {1: (4.0, 8.0)}
+    assert "| Qwen3-8B, bf16, beside vLLM 0.26.0 | 4.00, 8.00 (2.00x) | – |" in engines.table([pair])
+
+
+def test_a_report_is_shown_line_by_line_as_it_is_printed():
+    text = cast.picture(["1. race  x of rank 0", "   <load>"])
+    assert text.count('<text id="l') == 2 and "\u00a0\u00a0\u00a0&lt;load&gt;" in text and cast.COMMAND in text

@@ -1,7 +1,9 @@
 """Generator of docs/performance.md, the pages that it links, and the README's table: ``python -m benchmarks.performance``.
 
 All figures come from benchmarks/results/<folder>/*.wW.json, and those of the GEMM tables from benchmarks/lab.
-docs/performance.md has a summary of all machines and a few tables; docs/performance/<folder>.md has all of a folder.
+docs/performance.md has a summary of one machine and a few tables and pictures, docs/performance/summary.md the summary of
+further machines, docs/performance/<folder>.md all of a folder; what repeats rows on further machines, compares designs or is
+kept as a record is beside its results, benchmarks/results/<folder>/README.md.
 """
 
 from __future__ import annotations
@@ -59,19 +61,30 @@ How to read the tables:
   reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
   (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
 - NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
-- [Machines](performance/h200-x2-machines.md) differ by a few percent, and large GEMMs, near the power limit, by
-  [up to 10 %](performance/h200-x2.md): compare within a row.
+- [Machines](../benchmarks/results/h200-x2-machines/README.md) differ by a few percent, and large GEMMs, near the power limit,
+  by [up to 10 %](performance/h200-x2.md): compare within a row.
 - Each table names a commit whose weft/ is what ran, git's name of weft/ there (`git rev-parse COMMIT:weft`), the date and the
   machine. Runs of 2026-11-22 came before their commits.
 - Commands that begin with `python benchmarks/run.py` are now `weft bench`.
+"""
+ENGINES = """## Engines
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="pictures/engines-dark.svg">
+  <img alt="Milliseconds a token of weft and of other engines, on two H200s" src="pictures/engines-light.svg">
+</picture>
+
+All rows, first tokens and further machines: [the engine beside vLLM](engine.md#beside-vllm); the servers:
+[serving](serving.md).
 """
 MISSING = """## Not measured yet
 
 - On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
   (`sh benchmarks/several_gpus.sh 4 moe long`). Layers, `generate` and prompts of 128 and 1,024 tokens have not been measured
   there since 2026-11-22.
-- On two H200s not since 2026-11-22: [designs](performance/h200-x2-designs.md),
-  [other shapes](performance/h200-x2-other-shapes.md), and [eager calls](performance/h200-x2-eager.md). Eager calls since then
+- On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md),
+  [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md), and [eager
+  calls](performance/h200-x2-eager.md). Eager calls since then
   have a launcher of weft's own: the host alone takes 19 µs for an all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`),
   where the table has 75 to 140 for the call. [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
@@ -80,11 +93,15 @@ MISSING = """## Not measured yet
 - Beside vLLM: some lengths of prompts, as the tables of [the engine](engine.md#beside-vllm) say; Qwen3-8B and 30B-A3B on two
   H200s.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines
-  differ: two machines of [H200s](performance/h200-x2-machines.md) and two of [H100s](performance/h100-x2-machines.md) have all
+  differ: two machines of [H200s](../benchmarks/results/h200-x2-machines/README.md) and two of
+  [H100s](../benchmarks/results/h100-x2-machines/README.md) have all
   three.
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
 - Steps of [training](training.md) (`weft bench train`), and [tiles](tutorials/6_tile_body.md).
 """
+# Folders whose pages lie beside their results, and how a link of such a page reaches docs/performance.
+BESIDE_RESULTS = re.compile(r".*-(machines|designs|recorded|other-shapes)")
+TO_DOCS = "../../../docs/"
 # The ops of SHOWN that have tables on the front page.
 SHOWN_OPS = ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
 KEYS = (
@@ -100,18 +117,18 @@ KEYS = (
 # --- docs/performance.md -------------------------------------------------------------------------------------------------
 
 
-def front_page(tables: Tables, notes: dict[str, str], pages: str, model: str) -> str:
+def front_page(tables: Tables, notes: dict[str, str], pages: str) -> str:
     """Text of docs/performance.md.
 
     tables  reports by folder, joined
-    pages   folder of the other pages, relative to it
-    model   the section of a model, not of measurements
+    pages   folder of the other pages, relative to it, with a slash
     """
-    parts = [HEAD, summary.section(tables, pages)]
+    parts = [HEAD, ENGINES, summary.section(tables, pages, of_shown=True)]
+    parts.append(f"Further machines: [summary]({pages}summary.md).\n")
     shown = [report for report in tables.get(SHOWN, ()) if report.op in SHOWN_OPS]
     if shown:
         parts.append(f"## {machine_of(SHOWN)}\n")
-        parts.append(f"Other ops, all providers, breakdowns, versions and commands: [{SHOWN}]({pages}/{SHOWN}.md).\n")
+        parts.append(f"Other ops, all providers, breakdowns, versions and commands: [{SHOWN}]({pages}{SHOWN}.md).\n")
     for report in shown:
         parts.append(f"### {title_of(report)}\n\n{provenance(report)}\n\n{markdown(compact(report)).rstrip()}\n")
     parts.append("## All pages\n")
@@ -119,12 +136,13 @@ def front_page(tables: Tables, notes: dict[str, str], pages: str, model: str) ->
         first = notes.get(name, "").removeprefix("**Notes.** ").replace("\n", " ").split(". ")[0].rstrip(".")
         if is_main(name) or not first:
             first = ", ".join(dict.fromkeys(subject_of(report) for report in reports))
-        parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
-    parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.")
+        place = f"../benchmarks/results/{name}/README.md" if BESIDE_RESULTS.fullmatch(name) else f"{pages}{name}.md"
+        parts.append(f"- [{name}]({place}): {first}.")
+    parts.append(f"- [gemms]({pages}gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.")
     parts.append(
-        f"- [prediction]({pages}/prediction.md): 8 to 64 GPUs by a model of the ops' schedules, with its errors.\n"
+        f"- [prediction]({pages}prediction.md): 8 to 64 GPUs by a model of the ops' schedules, with its errors.\n"
     )
-    parts += [model, MISSING]
+    parts.append(MISSING)
     return "\n".join(parts)
 
 
@@ -287,16 +305,33 @@ def reports_of(results: Path) -> Tables:
     return {name: sorted(reports, key=lambda report: MEASURED.index(report.op)) for name, reports in folders.items()}
 
 
-def texts(folders: Tables, tables: Tables, results: Path) -> tuple[str, dict[str, str]]:
-    """(docs/performance.md, the pages that it links by file name). ``tables``: the reports of ``folders``, joined."""
+def texts(folders: Tables, tables: Tables, results: Path) -> tuple[str, dict[str, str], dict[str, str]]:
+    """(docs/performance.md, the pages in docs/performance by file name, those beside their results by folder).
+
+    ``tables``: the reports of ``folders``, joined.
+    """
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    pages = {
-        f"{name}.md": page(name, reports, tables[name], notes.get(name, ""), pictures_of(name, tables[name]))
-        for name, reports in folders.items()
-    }
-    pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results)])
+    pages, beside = {}, {}
+    for name, reports in folders.items():
+        text = page(name, reports, tables[name], notes.get(name, ""), pictures_of(name, tables[name]))
+        if BESIDE_RESULTS.fullmatch(name):
+            text = re.sub(r"\]\((?:\.\./)?([\w-]+\.md)", lambda link: f"]({TO_DOCS}{placed(link)}", text)
+            beside[name] = text
+        else:
+            to_results = r"](../../benchmarks/results/\1/README.md"
+            pages[f"{name}.md"] = re.sub(
+                r"\]\(([\w-]+-(?:machines|designs|recorded|other-shapes))\.md", to_results, text
+            )
+    pages["summary.md"] = "\n".join(["# Further machines\n", GENERATED, summary.section(tables, "", of_shown=False)])
+    model = predict.decode_section(results).replace("(performance/", "(")
+    pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results), model])
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
-    return front_page(tables, notes, "performance", predict.decode_section(results)), pages
+    return front_page(tables, notes, "performance/"), pages, beside
+
+
+def placed(link: re.Match[str]) -> str:
+    """Path below docs/ of a link that was written for a page in docs/performance."""
+    return link[1] if link[0].startswith("](../") else f"performance/{link[1]}"
 
 
 def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> int:
@@ -306,7 +341,9 @@ def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> 
         print(f"weft: {error}", file=sys.stderr)
         return 2
     tables = {name: joined(reports) for name, reports in folders.items()}
-    text, written = texts(folders, tables, results)
+    text, written, beside_results = texts(folders, tables, results)
+    for name, content in beside_results.items():
+        put(results / name / "README.md", content)
     for name, reports in tables.items():
         for picture, report in zip(pictures_of(name, reports), reports, strict=False):
             if picture:

@@ -34,11 +34,12 @@ NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 Tables = dict[str, list[Report]]
 
 
-def section(tables: Tables, pages: str) -> str:
+def section(tables: Tables, pages: str, of_shown: bool) -> str:
     """A table for each machine, with a row for each report that has both weft and a baseline.
 
-    tables  reports by folder
-    pages   folder of the pages of ``tables``, for links
+    tables    reports by folder
+    pages     folder of the pages of ``tables`` with a slash, for links
+    of_shown  True: the machine of SHOWN alone; False: the machines but that one
     """
     machines: dict[str, list[str]] = {}
     for name in dict.fromkeys((SHOWN, *tables)):
@@ -46,8 +47,10 @@ def section(tables: Tables, pages: str) -> str:
             machines.setdefault(machine_of(name), []).append(name)
     lines = [HEAD]
     for machine, names in machines.items():
+        if (machine == machine_of(SHOWN)) is not of_shown:
+            continue
         rows = [
-            row for name in names for report in tables[name] if (row := row_of(report, f"[{name}]({pages}/{name}.md)"))
+            row for name in names for report in tables[name] if (row := row_of(report, f"[{name}]({pages}{name}.md)"))
         ]
         if rows:
             lines += [f"### {machine}, summary\n"]

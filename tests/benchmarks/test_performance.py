@@ -36,8 +36,6 @@ def test_pages_are_written_from_the_results(tmp_path):
     for words in (
         "### Two H200s, summary\n",
         "| all-reduce | [h200-x2](performance/h200-x2.md) | nccl | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
-        "### Four H200s, summary\n",
-        "| ag-gemm | [h200-x4](performance/h200-x4.md) | cublas+nccl | 2 |",
         "### all-reduce, bf16, world size 4 (4 x NVIDIA H200)\n\nweft abc; 2026-11-20; 4 x NVIDIA H200\n",
         "| 4 KiB | 5.00 (3.10) | 5.00–5.00 | nccl | 20.0 (18.2) | 20.0–20.0 | 4.00x | 1 | 24% |",
         "| 64 MiB | 300 | 300–300 | nccl | 290 | 290–290 | 0.97x | 336 | 87% |",
@@ -46,12 +44,15 @@ def test_pages_are_written_from_the_results(tmp_path):
         "- [h200-x4-more](performance/h200-x4-more.md): ag-gemm.",
     ):
         assert words in front
+    further = (tmp_path / "docs" / "performance" / "summary.md").read_text()
+    assert "### Four H200s, summary\n" in further and "| ag-gemm | [h200-x4](h200-x4.md) | cublas+nccl | 2 |" in further
+    assert "Two H200s" not in further
     readme = (tmp_path / "README.md").read_text()
     row = "| all-reduce, all-gather, reduce-scatter, all-to-all | nccl | 2 | 0.97x | 1.97x | 4.00x |"
     assert row in readme and "| steps of Qwen3-32B | eager, compile | 1 |" in readme
     assert readme.startswith("# weft\n\n<!-- measured -->\n|") and readme.endswith("|\n<!-- end -->\n\n## Next\n")
     # Only h200-x2 has tables on the front page, and -more is not in the summary.
-    assert "### ag-gemm" not in front and ".svg" not in front and front.count("h200-x4-more.md") == 1
+    assert "### ag-gemm" not in front and front.count(".svg") == 2 and front.count("h200-x4-more.md") == 1
     page = (tmp_path / "docs" / "performance" / "h200-x2.md").read_text()
     for words in ("- torch: 2.11.0", "`weft bench x`", "- empty_us: 1.25", "| 64 MiB | 300 | WRONG |"):
         assert words in page
@@ -66,6 +67,7 @@ def test_pages_are_written_from_the_results(tmp_path):
         "h200-x4.md",
         "h200-x4-more.md",
         "prediction.md",
+        "summary.md",
     }
     assert {name for name in others if name.endswith(".svg")} == {"h200-x4-ag-gemm-w4-bf16.svg", "prediction.svg"}
 
@@ -90,12 +92,13 @@ def test_the_committed_pages_are_those_of_the_committed_results():
     """`python -m benchmarks.performance` writes them."""
     reports = performance.reports_of(performance.RESULTS)
     tables = {name: performance.joined(found) for name, found in reports.items()}
-    front, pages = performance.texts(reports, tables, performance.RESULTS)
+    front, pages, beside = performance.texts(reports, tables, performance.RESULTS)
     assert performance.PAGE.read_text() == front
     readme = performance.README.read_text()
     assert summary.with_measured(readme, summary.measured(tables)) == readme
     folder = performance.PAGE.with_suffix("")
     assert {file.name: file.read_text() for file in folder.glob("*.md")} == pages
+    assert {file.parent.name: file.read_text() for file in performance.RESULTS.glob("*/README.md")} == beside
     named = {
         line.split("(")[1].rstrip(")") for text in pages.values() for line in text.splitlines() if line[:2] == "!["
     }

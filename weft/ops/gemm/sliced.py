@@ -188,10 +188,7 @@ def node_of_tile(
     """Node above the COUNT slices of a tile from ``number`` on, fp32, as of ``slice_of``."""
     dtype: tl.constexpr = out.dtype.element_ty
     node = slice_of(x, weight, fp8, out, M, sizes, row, column, number, steps, block, ROUNDED, dtype)
-    if COUNT == 2:
-        right = slice_of(x, weight, fp8, out, M, sizes, row, column, number + 1, steps, block, ROUNDED, dtype)
-        node = joined(node, right, ROUNDED, dtype)
-    elif COUNT > 2:
+    if COUNT > 1:
         # Left neighbours that wait for the right one, a level each.
         first = node.to(dtype) if ROUNDED else node
         second, third = first, first

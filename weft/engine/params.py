@@ -127,7 +127,8 @@ class SamplingParams:
     pooling         "last" or "mean": with its first token comes a vector of the prompt, the last layer's normed output at the
                     last token of the prompt, or its mean over all tokens; with max_tokens=1 for embeddings. None: without
     seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
-                    another world size, batch or GPU, so answers may differ there. None: another one each time
+                    another world size, batch or GPU, so answers may differ there, on one kind of GPU not with
+                    EngineConfig.invariant. None: another one each time
     stop            strings that end an answer; they are not part of it
     include_stop_str_in_output  they are
     stop_token_ids  tokens that end an answer; their text is not part of it

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import weft
+from tests.compiling import compiled
+from tests.ops.test_compile_layer_kernels import caps_of
 from weft.engine import same_bits
 from weft.engine.params import MOST_LOGPROBS
 from weft.engine.sampling import WIDTH, token_logprobs
-from weft.ops.vocab.log_sums import join_log_sums, log_sums
+from weft.ops.vocab.log_sums import join_kernel, join_log_sums, log_sums, log_sums_kernel
+from weft.runtime.capabilities import launch_options
 
 VOCABULARY, ROWS = 3000, 9
 
@@ -91,3 +94,12 @@ def test_slices_that_do_not_divide_a_row_are_refused():
 
     with pytest.raises(ValueError, match="30 logits of a row are not 8 equal slices; pad the vocabulary"):
         weft.simulate(main, 1)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_kernels_compile(arch):
+    logits, sums = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16)
+    options = launch_options(caps_of(arch))
+    compiled(log_sums_kernel, logits, 18992, sums, 18992, arch=arch, num_warps=4, **options)
+    compiled(join_kernel, sums, sums, arch=arch, num_warps=1, **options)

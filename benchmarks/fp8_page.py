@@ -14,7 +14,7 @@ DENSE, GROUPED = LAB / "h200-fp8-gemm.json", LAB / "h200-fp8-grouped-deep-gemm.j
 HEAD = """# fp8 GEMMs beside DeepGEMM and cuBLAS
 
 One {gpu}, torch {torch}, Triton {triton}, sgl-deep-gemm 0.1.4.post1, CUDA graphs, weights cold, one run for all columns of a
-table. `python -m benchmarks.fp8_gemm` and `benchmarks.fp8_grouped` measure, and
+table. `benchmarks/fp8_gemm.py` and `benchmarks/fp8_grouped.py` measure, and
 `python -m benchmarks.fp8_page > docs/fp8-gemms.md` writes this page. Each result is compared with the product
 of the dequantized operands before it is timed.
 

@@ -32,7 +32,7 @@ NOT_RUN = {
     r"weft bench serve.*": "needs a server; tests/bench/serving",
     r"weft bench invariance.*": "GPUs, or minutes of virtual ranks; tests/engine/test_invariant_engine.py",
     r"weft --install-completion": "changes the reader's shell; tests/cli/test_completion.py",
-    r"python -m benchmarks\.(over_nodes|performance|predict)": "writes pages, which tests/benchmarks compares",
+    r"python -m benchmarks\.(over_nodes|performance|predict|fp8_page|engine_page).*": "writes pages; tests/benchmarks",
     r"python -m tests\.language\.primitives_page": "writes a page, which test_primitives_page.py compares",
     r"python -m tests\.runtime\.host_page": "writes a page, which test_host_page.py compares",
     r"python -m tests\.simulator\.simulated_triton": "writes a page, which tests/simulator compares",

@@ -1,6 +1,7 @@
 """Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
 
-``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first.
+``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --errors
+only errors.json, of the shipped constants.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from weft.bench.ops.shapes import op_of
 from weft.bench.regret.file import read
 from weft.costs.choice import chosen
 from weft.costs.fitted import FILE, Fitted, to_json
+from weft.costs.fitted import read as read_fitted
 from weft.costs.gpu import Gpu, named
 from weft.costs.predicted import ERRORS, OPS, Asked
 from weft.plan.planned import Machine, machine
@@ -300,8 +302,12 @@ def rule_of(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--errors", action="store_true")
     asked = parser.parse_args()
     measured = rows()
+    if asked.errors:
+        put(ERRORS, json.dumps(errors(read_fitted(), measured), indent=1) + "\n")
+        return
     fitted = fit([row for row in measured if not row.held_out], Fitted())
     if asked.write:
         put(FILE, to_json(fitted))

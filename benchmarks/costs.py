@@ -20,7 +20,7 @@ import torch
 
 from weft.bench.harness.report import from_json
 from weft.bench.ops.labels import label
-from weft.bench.ops.shapes import op_of
+from weft.bench.ops.shapes import computes, op_of
 from weft.bench.regret.file import read
 from weft.costs.choice import chosen
 from weft.costs.fitted import FILE, Fitted, to_json
@@ -158,7 +158,7 @@ def _regrets() -> Iterator[Row]:
                     continue
                 yield Row(
                     op=op.name, variant=variant, shape=row.shape, world_size=row.world_size, gpu=kept.gpu, design=name,
-                    us=in_a_row(statistics.mean(halves)), source=file.stem,
+                    us=statistics.mean(halves) if computes(op) else in_a_row(statistics.mean(halves)), source=file.stem,
                 )  # fmt: skip
 
 

@@ -95,7 +95,9 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
     scale where they are written in fp8.
 
     up to 32  pairs a tile: two programs an SM of 3 stages, the second GEMM's of 128 rows: 8 tokens 47.9 and 24.6 us, with one
-              program and with 64 rows 49.9 and 28.7. Of one token these are faster: 13.5 and 6.1 us
+              program and with 64 rows 49.9 and 28.7. Of one token these are faster: 13.5 and 6.1 us. The second GEMM has 5
+              stages: of 64 experts and 8, 32, 128 tokens 12.9, 26.5, 29.6 us, with 3 12.9, 27.5, 33.8, and with 3 and loops
+              that are not flattened 13.3, 28.6, 32.2 (benchmarks/lab/h200-fp8-grouped-flattened.json)
     more      gated one program of 8 warps, 334 us for 4096 tokens; else two of 64 rows of the weight, 191 us, one of 128 rows
               takes 206. No program of a pair waits for the other one's barriers: with one, tensor cores idle while it scales
     """
@@ -106,7 +108,7 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
     if call.block < 64:
         few = {"block_k": 128, "transposed": True, "num_warps": 4}
         if call.pairs >= TWO_PROGRAMS:
-            return GroupedTiles(block_n=256 if gated else 128, per_sm=2, num_stages=3, **few)
+            return GroupedTiles(block_n=256 if gated else 128, per_sm=2, num_stages=3 if gated else 5, **few)
         return GroupedTiles(block_n=256 if gated else 64, per_sm=1 if gated else 3, num_stages=5, **few)
     if gated:
         return GroupedTiles(block_n=256, block_k=128, num_warps=8, num_stages=3)

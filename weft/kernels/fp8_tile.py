@@ -79,7 +79,7 @@ def weight_scales(fp8, first, limit, k, BLOCK_N: tl.constexpr, expert=0):
 
 @triton.jit
 def prefetch_weight_scales(fp8, first, K):
-    """Prefetch into the L2 the scales of a tile of the weight from row ``first`` on, where they are uniform.
+    """Prefetch into the L2 the uniform scales of a tile of the weight from row ``first`` on.
 
     A step along K takes less time than a load from memory, and its scales are loaded one step ahead.
     """

@@ -48,7 +48,7 @@ LEVELS = tl.constexpr(6)  # CHUNK = 2^LEVELS
 
 
 class Prepared(NamedTuple):
-    """Intermediate tensors: p and factors of tokens, the rest of chunks, in which missing tokens are zeros.
+    """Intermediate tensors: p and factors of tokens, the rest of chunks; missing tokens are zeros.
 
     p        [T, value heads, CHUNK], in the inputs' dtype as all but factors are
     factors  fp32 [3, T, value heads]: of q before it reads the state, of a token's update as it enters the state at the
@@ -156,7 +156,7 @@ def scan_kernel(
     keys, w, u, parts, rows, slots, state, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Updates, states before all chunks, and the final state of a sequence and value head, COLUMNS elements of its values.
+    """Updates and states of a sequence and value head, COLUMNS elements of its values.
 
     grid: (value heads * V / COLUMNS, sequences). state fp32 [slots, value heads, K, V]
     keys, w, u  descriptors of ``Prepared``, whose updates and states are stored by pointers: a program would wait for the

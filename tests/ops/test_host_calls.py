@@ -41,7 +41,7 @@ def test_a_small_collective_is_one_launch_and_few_frames(counted, name):
     counts = host.counted(lambda: COLLECTIVES[name](team))
     frames = counts.pop("frames")
     assert counts == {"launches": 1}
-    assert frames <= (16 if name == "all_reduce" else 30), frames
+    assert frames <= (16 if name == "all_reduce" else 20), frames
 
 
 def changed(team, changes):

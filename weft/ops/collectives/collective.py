@@ -26,7 +26,7 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import COMPARING, Team, find_team
 from weft.runtime.team.workspace import capacity_for
-from weft.transport.exchange import Body, launch
+from weft.transport.exchange import Body, launch, prepare
 from weft.transport.plans import LINE_BYTES, PushPlan, word_of
 
 
@@ -186,7 +186,21 @@ class Collective(Op):
         self, design: Any, team: Team, nbytes: int, dtype: torch.dtype
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """``run`` by ``design`` for tensors of one size and dtype."""
-        return partial(self.run, design, team)
+        if not isinstance(design, Push) or not nbytes:
+            return partial(self.run, design, team)
+        part = nbytes if self.gathers else nbytes // team.size
+        word = word_of(part) if self.moves_bits else dtype
+        push = prepare(self.body, part // word.itemsize, word, team, design.push)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out = x.new_empty(self.result_shape(x.shape, team.size))
+            if self.moves_bits:
+                push(as_words(x.detach(), word), as_words(out, word))
+            else:
+                push(x.contiguous(), out)
+            return out
+
+        return run
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
         elements = shape[0] // dtype.itemsize

@@ -197,6 +197,7 @@ class CudaPlatform:
         """Allocate the heap and map the peers' heaps; the offset of its multicast address, if it has one."""
         import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
 
+        logger.debug("start: rank %d has looked at its peers", self.rank)
         self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
         logger.debug("start: rank %d has its heap", self.rank)
         with private_files():

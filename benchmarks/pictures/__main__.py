@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.pictures import cast, engines, timeline
+from benchmarks.pictures import cast, double_buffering, engines, timeline
 from benchmarks.pictures.badges import badges
 from benchmarks.pictures.svg import DARK, LIGHT
 from weft.runtime.files import put
@@ -16,13 +16,18 @@ FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "pictures"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "names", nargs="*", default=["timeline", "check", "engines", "badges"], help="all, if none is named"
+        "names",
+        nargs="*",
+        default=["timeline", "check", "engines", "badges", "double-buffering"],
+        help="all, if none is named",
     )
     names = parser.parse_args().names
     traced = timeline.traced() if "timeline" in names else None
     for colours in (LIGHT, DARK):
         if traced is not None:
             put(FOLDER / f"timeline-{colours.name}.svg", timeline.picture(traced, colours))
+        if "double-buffering" in names:
+            put(FOLDER / f"double-buffering-{colours.name}.svg", double_buffering.picture(colours))
         if "engines" in names:
             put(FOLDER / f"engines-{colours.name}.svg", engines.picture(engines.pairs(), colours))
     if "badges" in names:

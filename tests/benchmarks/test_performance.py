@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import performance, summary
-from benchmarks.pictures import cast, engines
+from benchmarks.pictures import cast, double_buffering, engines
 from benchmarks.pictures.badges import badges
 from benchmarks.pictures.svg import DARK, LIGHT
 from tests.bench import canned
@@ -159,6 +159,7 @@ def test_the_committed_pictures_and_the_table_of_engines_are_those_of_the_commit
     assert engines.BEGIN in readme and engines.with_table(readme, shown) == readme
     for colours in (LIGHT, DARK):
         assert (pictures / f"engines-{colours.name}.svg").read_text() == engines.picture(shown, colours)
+        assert (pictures / f"double-buffering-{colours.name}.svg").read_text() == double_buffering.picture(colours)
     assert {name: (pictures / name).read_text() for name in badges()} == badges()
 
 

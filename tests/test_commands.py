@@ -32,7 +32,7 @@ NOT_RUN = {
     r"weft bench serve.*": "needs a server; tests/bench/serving",
     r"weft bench invariance.*": "GPUs, or minutes of virtual ranks; tests/engine/test_invariant_engine.py",
     r"weft --install-completion": "changes the reader's shell; tests/cli/test_completion.py",
-    r"python -m benchmarks\.(over_nodes|performance|predict|fp8_page|engine_page).*": "writes pages; tests/benchmarks",
+    r"python -m benchmarks\.(over_nodes|performance|pictures|predict|fp8_page|engine_page).*": "writes pages; tests/benchmarks",
     r"python -m tests\.language\.primitives_page": "writes a page, which test_primitives_page.py compares",
     r"python -m tests\.runtime\.host_page": "writes a page, which test_host_page.py compares",
     r"python -m tests\.simulator\.simulated_triton": "writes a page, which tests/simulator compares",
@@ -61,6 +61,7 @@ NOT_RUN = {
     r"python benchmarks/check_cost\.py.*": "writes what it measures into the checkout",
     r"python -m tests\.check\.sweep.*": "hours; a part of `make sweep`",
     r"python -m tests\.golden record FILE": "90 s; tests/golden/test_golden.py",
+    r"python scripts/package_check\.py.*": "minutes; a part of `make sweep`",
     r"python scripts/figures\.py.*": "counts the lines of a checkout",
 }
 

@@ -22,7 +22,8 @@ def test_few_rows_are_computed_in_sequence_and_many_overlap_with_times_in_the_re
     few, many = (op.rule(op.call_of((M, 4352, 3328), torch.bfloat16, here), here) for M in (64, 6144))
     assert few[0] == "sequential" != many[0]
     for design, reason in (few, many):
-        assert reason.startswith(f"predicted µs in a row: {design} ") and ", " in reason
+        assert reason.startswith(f"predicted µs in a row: {design} ")
+    assert "pipelined" in few[1]
 
 
 @pytest.mark.parametrize("name", OVERLAPPED[1:])

@@ -103,15 +103,21 @@ class Overlapped(GemmOp):
         return (quantized(a, b), *tensors[1:])
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        """The least predicted time, in ``judged``'s order among close ones; of fp8 weights by rows."""
+        """The least predicted time, in ``judged``'s order among close ones; of fp8 weights by rows.
+
+        The sequential design is none for many rows: its collective keeps some 80 MB of the heap for messages of a few MB.
+        """
+        few = SEQUENTIAL_ROWS * (2 if machine.world_size == 2 else 1) >= call.M
         if call.fp8:  # no design of which was measured alone
-            few = SEQUENTIAL_ROWS * (2 if self.replicated and machine.world_size == 2 else 1) >= call.M
+            few = few and (self.replicated or call.M <= SEQUENTIAL_ROWS)
             return ("sequential", "too few rows to overlap") if few else ("pipelined", "enough rows to overlap")
         item, of = call.dtype.itemsize, fitted.read()
         size = Size(call.M, call.N, COMMON_K if self.ranks_differ_in_k else call.K, item, float(item))
         times = type(self).predict(gpu_of(machine.caps), of.gemms, of.pushes, size, machine.world_size)
-        names = [name for name in self.judged if name in self.offered(call)]
+        names = [name for name in self.judged if name in self.offered(call) and (few or name != "sequential")]
         name, reason = least({name: times[name] for name in names}, machine.caps)
+        if not few and times["sequential"] < times[name]:
+            reason += f"; sequential {times['sequential']:.3g}, with more of the heap"
         return name, f"{reason}, at K={COMMON_K}" if self.ranks_differ_in_k else reason
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:

@@ -56,6 +56,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     "tests/check/test_relaxed_order.py": {
         "test_what_an_acquire_would_not_have_ordered_is_no_fault_of_a_relaxed_access": 4,
     },
+    "tests/check/test_torch_nvshmem.py": {
+        "test_a_signal_orders_a_put_only_after_a_fence": ("-2]",),
+    },
     "tests/check/test_torch_programs.py": {
         "test_streams_and_events_order_copies": 3,
         "test_a_program_runs_as_it_stands": 1,
@@ -107,6 +110,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_empty_slots_of_a_bucket_change_nothing": 1,
         "test_padded_prompts_are_read_as_they_are": 1,
         "test_ragged_prompts_are_read_as_they_are": 1,
+    },
+    "tests/engine/test_same_bits.py": {
+        "test_rows_have_the_same_bits_at_every_world_size_and_beside_any_rows": 1,
     },
     "tests/engine/test_sampling.py": {
         "test_the_kept_tokens_are_those_of_sorting": 3,
@@ -188,6 +194,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "tests/layers/test_sequences.py": {
         "test_layers_of_sequences_are_the_whole_layers": 2,
+    },
+    "tests/models/test_adapters.py": {
+        "test_an_engine_mixes_adapters_and_shares_pages_only_among_requests_of_one": 1,
     },
     "tests/models/test_block_options.py": {
         "test_a_config_means_what_it_means_to_transformers": 10,
@@ -325,6 +334,10 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_what_orders_the_new_token_is_needed": 3,
         "test_equals_the_two_ops_that_it_fuses": 3,
     },
+    "tests/ops/attention/test_fixed_runs.py": {
+        "test_rows_have_the_same_bits_however_they_are_computed": 2,
+        "test_all_calls_multiply_by_one_shape_of_instruction_on_sm_90": 1,
+    },
     "tests/ops/attention/test_gathered_prefill_attention.py": {
         "test_a_planted_bug_between_copies_is_found": 1,
     },
@@ -381,6 +394,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_ops_of_any_shape": 1,
         "test_every_form_of_scales_in_the_kernel": 3,
         "test_the_cases_catch_a_planted_mistake": 2,
+    },
+    "tests/ops/gemm/test_sliced.py": {
+        "test_bits_of_a_row_depend_on_no_tile_and_no_other_row": 2,
     },
     "tests/ops/gemm/test_small_m.py": {
         "test_ragged_shapes": 3,

@@ -1,4 +1,4 @@
-"""Recipes of a decoder whose matrices have low-rank adapters (LoRA): each is added to the result of a GEMM."""
+"""Recipes of a decoder with low-rank adapters (LoRA), each added to the result of a GEMM."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def with_adapters(recipe: Recipe, team: Team) -> AdaptedNorm | Adapted:
 
 
 def adapted_matmul(x: Tensor, weight: Tensor, lora: Lora | None, step: Step, local: ModuleType) -> Tensor:
-    """x @ weight.T + scale[a] * x @ A[a].T @ B[a].T, a = step.adapters[row]; rows of -1 without the second term.
+    """x @ weight.T + scale[a] * x @ A[a].T @ B[a].T, with a = step.adapters[row].
 
-    Of a row-parallel matrix, whose A is cut by columns, this is the rank's summand.
+    A row of -1 has no second term. Of a row-parallel matrix, whose A is cut by columns, this is the rank's summand.
     """
     y = ops.matmul(*gemm_operands(x, weight)) if local.FUSED else linear(x, weight)
     if lora is None or step.adapters is None:

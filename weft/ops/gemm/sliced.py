@@ -67,7 +67,7 @@ class Sliced:
 
 
 def default_sliced(M: int, N: int, slices: int, caps: Capabilities, *, gated: bool = False) -> Sliced:
-    """Design for M rows of x and N columns of out, of which a rank has ``slices`` slices. gated: as of ``run``."""
+    """Design for M rows of x, N columns of out and ``slices`` slices on a rank. gated: as of ``run``."""
     block_n = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return Sliced(block_m=64, block_n=min(64, block_n), num_stages=2)

@@ -99,7 +99,7 @@ OVERLAPPED = {
     "matmul_reduce_scatter 512": (lambda team, a, b: ops.matmul_reduce_scatter(a, b, team), 512, 2, 75),
     "matmul_reduce_scatter 4096": (lambda team, a, b: ops.matmul_reduce_scatter(a, b, team), 4096, 40, 420),
     "matmul_all_reduce 512": (lambda team, a, b: ops.matmul_all_reduce(a, b, team), 512, 2, 110),
-    "matmul_all_reduce 4096": (lambda team, a, b: ops.matmul_all_reduce(a, b, team), 4096, 1, 140),
+    "matmul_all_reduce 4096": (lambda team, a, b: ops.matmul_all_reduce(a, b, team), 4096, 55, 520),
 }
 
 

@@ -189,7 +189,7 @@ def page(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         f"Of {len(cells)} cells the first configuration's step is predicted within {GOAL:.0%} in {within}; the configuration "
-        f"with the most predicted tokens a second has the most measured ones, or is within {CLOSE:.0%} of them, in {named}."
+        f"with the most predicted tokens a second has the most measured ones, or is within {CLOSE:.0%} of the most, in {named}."
     )
 
 

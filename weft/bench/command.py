@@ -75,7 +75,7 @@ class BenchFlags:
         list[str] | None,
         typer.Option(
             help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
-            "qwen3-30b-a3b, mixtral-8x7b and others, also SET/zipf, SET/recorded and SET:128,4096; of layers "
+            "qwen3-30b-a3b, mixtral-8x7b and more, also SET/zipf, SET/recorded and SET:128,4096; of layers "
             "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
             "qwen3-32b:1x4096. Several with commas, or repeated"
         ),
@@ -85,7 +85,7 @@ class BenchFlags:
         str | None,
         typer.Option(
             help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.pipelined "
-            "and others, the designs of GEMMs]"
+            "and more, the designs of GEMMs]"
         ),
     ] = None
     baselines: Annotated[

@@ -531,6 +531,11 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_fused_attention_is_that_of_torch": 6,
         "test_prompts_that_go_on_are_computed_in_parts": 3,
     },
+    "tests/parallel/test_invariant.py": {
+        "test_one_hop_and_two_add_the_same_tree": 2,
+        "test_a_row_parallel_gemm_has_the_same_bits_on_any_number_of_ranks_and_rows": 2,
+        "test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows": 1,
+    },
     "tests/parallel/test_launches.py": {
         "test_launches_of_a_layer_in_fp8": 1,
         "test_launches_of_a_layer": 1,

@@ -151,7 +151,7 @@ def test_explain_tells_the_row_and_why(rows, capsys):
 
 def test_explain_tells_the_rule_where_there_is_no_row(rows):
     told = str(ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU))
-    assert "  gets  sequential\n  rule  M=128 <= 512" in told
+    assert "  gets  sequential\n  rule  predicted µs in a row: sequential " in told
     assert "(no some-gpu.w4.json: run weft tune)" in told
     rows(("all_reduce", (65536,), PUSH))
     told = str(ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU))

@@ -130,7 +130,9 @@ def make(wheel: Path, target: Path, installed: frozenset[str], work: Path, arch:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(work)]
         subprocess.run([*pip, *needs], check=True)
     for file in [*work.glob("vllm/**/*.so")]:
-        file.write_bytes(cut(file.read_bytes(), arch))
+        smaller = cut(file.read_bytes(), arch)
+        with file.open("wb") as out:
+            out.write(smaller)
     (work / "xgrammar").mkdir(exist_ok=True)
     put(work / "xgrammar" / "__init__.py", XGRAMMAR)
     shutil.rmtree(work / "pycountry" / "locales", ignore_errors=True)

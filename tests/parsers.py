@@ -59,7 +59,7 @@ def is_only_named(words):
 
 def measures(command):
     """True if a command has values that `parse_values` takes, also behind torchrun."""
-    return bool(re.search(r"\bweft (bench (?!serve|OP)|tune (?!OP))", str(command)))
+    return bool(re.search(r"\bweft (bench (?!serve|invariance|OP)|tune (?!OP))", str(command)))
 
 
 def parse_values(command):

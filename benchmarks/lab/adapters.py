@@ -62,7 +62,7 @@ def make_adapters(folder: Path) -> None:
                 tensors[f"{at}.lora_B.weight"] = torch.randn(rows, 16, generator=generator) * 0.02
         directory = folder / f"adapter{number}"
         directory.mkdir()
-        (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 16, "lora_alpha": 32}))
+        put(directory / "adapter_config.json", json.dumps({"peft_type": "LORA", "r": 16, "lora_alpha": 32}))
         save_file(tensors, directory / "adapter_model.safetensors")
 
 

@@ -246,7 +246,10 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
     ("arguments", "says"),
     [
         (["--model", "/nowhere"], "/nowhere: no such directory"),
-        (["--mode", "fast"], "choose one of reference, sequence_parallel, replicated, auto, torch, ag_rs, gemm_ar"),
+        (
+            ["--mode", "fast"],
+            "choose one of reference, sequence_parallel, replicated, auto, invariant, torch, ag_rs, gemm_ar",
+        ),
         (["--device", "tpu"], "choose one of auto, cuda, sim"),
         (["--dtype", "int8"], "choose one of auto, bf16, fp16, fp32, bfloat16, float16, float32"),
         (["--world-size", "7"], "7"),

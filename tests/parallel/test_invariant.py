@@ -222,10 +222,10 @@ def row_ops(device):
 
 
 def check_rows(device, sizes):
-    for name, result in row_ops(device).items():
-        whole = result(600)
+    for name, of_rows in row_ops(device).items():
+        whole = of_rows(600)
         for M in sizes:
-            for part, of_all in zip(result(M), whole, strict=True):
+            for part, of_all in zip(of_rows(M), whole, strict=True):
                 assert_identical(part[: len(of_all)], of_all[:M], what=f"{name} M={M}")
 
 

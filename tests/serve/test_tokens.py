@@ -72,7 +72,8 @@ def test_a_model_without_a_tokenizer_has_no_text():
     from weft.engine import Load
     from weft.serve import app, routes
 
-    llm = SimpleNamespace(tokenizer=None, directory=None, error=None, load=Load(), max_seq_len=64)
+    config = SimpleNamespace(lora=None)
+    llm = SimpleNamespace(tokenizer=None, directory=None, error=None, load=Load(), max_seq_len=64, config=config)
     transport = httpx.ASGITransport(routes.create_app(app.Service(llm, app.ServeOptions(model_name="m", api_key="k"))))
 
     async def main():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weft.ops.op import find_op
+from weft.ops.overlap.sequential import Overlapped
 from weft.plan import table as tuned
 from weft.plan.planned import machine
 from weft.runtime import capabilities
@@ -223,11 +224,14 @@ def test_ranks_with_any_shares_of_K_agree_by_what_is_shipped_or_by_rule(world_si
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_row_says_what_the_default_takes(world_size):
-    """As long as when it was measured: a rule that has changed since makes the default's time another's."""
+    """As long as when it was measured: a rule that has changed since makes the default's time another's.
+
+    Not of ops whose default has the least predicted time, which changes with each fit.
+    """
     here = machine(H200, world_size)
     for one in tuned.read(tuned.file_for("NVIDIA H200", world_size)).rows:
-        if len(one.shape) == 3 and "+" not in one.op:
-            op = find_op(one.op)
+        op = find_op(one.op.partition("+")[0])
+        if len(one.shape) == 3 and "+" not in one.op and not isinstance(op, Overlapped):
             default = op.by_rule(op.call_of(one.shape, torch.bfloat16, here), here)
             same = (op.name_of(default), op.config_of(default)) == (one.design, one.config)
             assert same == (one.us == one.default_us), one.key

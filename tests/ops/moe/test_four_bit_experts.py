@@ -167,7 +167,7 @@ def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(arch,
     grid = Grid(data if mxfp4 else scales, data, 2048 // columns, tl.constexpr(columns), tl.constexpr(not mxfp4))
     described, caps = weight_descriptor(design, data, form), caps_of(arch)
     built = compiled(
-        grouped_matmul_kernel, x, None, None, grid, None, described, None, x, None, schedule, 768, 2048, 16, None, None,
+        grouped_matmul_kernel, x, None, None, grid, None, described, None, x, None, schedule, 768, 2048, 16, None, None, 0,
         arch=arch, FORM=form, BLOCK_N=design.block_n, BLOCK_K=design.block_k, TRANSPOSED=True, num_warps=design.num_warps,
         num_stages=design.num_stages, **launch_options(caps),
     )  # fmt: skip

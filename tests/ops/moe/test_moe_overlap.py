@@ -366,7 +366,7 @@ def test_a_grouped_gemm_that_waits_compiles(arch, block, fp8, tmp_path):
     weight = weight_descriptor(design, torch.zeros(experts, 2 * N, width, dtype=torch.bfloat16), form)
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
     x, scales = (FLOATS.to(torch.float8_e4m3fn), torch.zeros(64 * 16)) if fp8 else (FLOATS, None)
-    arriving, end = Arriving(x, 2048, 512), (N, width, 4, LANDED, a_view())
+    arriving, end = Arriving(x, 2048, 512), (N, width, 4, LANDED, a_view(), 0)
     arguments = x, scales, None, None, arriving, weight, None, FLOATS, None, schedule, *end
     kernel = compiled(
         grouped_matmul_kernel,

@@ -324,11 +324,11 @@ class GatedDeltaRule(Op):
         shared = {"SIZES": sizes, "ROWS": CHUNK, "PRECISION": precision_of(caps), **launch_options(caps)}
         given = qkv, qkv.stride(0)
         inputs = *given, *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
-        prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(sizes, qkv.dtype))
+        prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(sizes, qkv.dtype, caps))
         columns = columns_of(sizes, qkv.dtype)
         arguments = *scanned(parts, sizes, columns), parts, rows, slots, state, tokens
         grid = heads * (sizes.V // columns), len(rows)
-        scan_kernel[grid](*arguments, COLUMNS=columns, **shared, **scan_options(sizes, qkv.dtype))
+        scan_kernel[grid](*arguments, COLUMNS=columns, **shared, **scan_options(sizes, qkv.dtype, caps))
         outputs_kernel[len(chunks), heads](
             *given, rows, chunks, parts, out, **shared, **outputs_options(sizes, qkv.dtype)
         )
@@ -338,15 +338,17 @@ class GatedDeltaRule(Op):
         return qkv.new_empty((qkv.shape[0], state.shape[1], state.shape[3]))
 
 
-def prepare_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+def prepare_options(sizes: DeltaSizes, dtype: torch.dtype, caps: Capabilities) -> dict[str, Any]:
     """Warps of ``prepare``: two programs of 16 bits fit an SM's registers.
+
+    On sm_80 operands of dots lie in registers too.
 
     With heads of fewer than 64 elements two warps, too few for the tensor instructions that read shared memory: of their
     descriptors ptxas 12.8 makes code with a register that nothing has written, and they read out of range.
     """
     if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64:
         return {"num_warps": 2}
-    return {"num_warps": 4 if dtype.itemsize == 2 else 8}
+    return {"num_warps": 4 if dtype.itemsize == 2 and caps.arch != "sm_80" else 8}
 
 
 def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]:
@@ -355,10 +357,11 @@ def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]
     return tuple(descriptor_or_self(x, *block, True) for x, block in zip(tensors, blocks, strict=True))
 
 
-def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+def scan_options(sizes: DeltaSizes, dtype: torch.dtype, caps: Capabilities) -> dict[str, Any]:
     """Warps and stages of the scan: three chunks of heads of 128 elements hide the time of a load."""
     few = dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64  # as in ``prepare_options``
-    return {"num_warps": 2 if few else 4, "num_stages": 3 if dtype.itemsize == 2 else 1 if sizes.K > 64 else 2}
+    warps = 2 if few else 8 if caps.arch == "sm_80" else 4
+    return {"num_warps": warps, "num_stages": 3 if dtype.itemsize == 2 else 1 if sizes.K > 64 else 2}
 
 
 def outputs_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def main(team: weft.Team, rows: int) -> torch.Tensor:
         assert_type(ops.matmul_all_reduce(gathered, x, team), torch.Tensor)
     ops.barrier(team)
     ops.all_reduce(x, 3)  # type: ignore[arg-type]
-    ops.all_reduce(x, team, "one_shot", 5)  # type: ignore[call-arg]
+    ops.all_reduce(x, team, "one_shot", True)  # type: ignore[call-arg]
     team.zeros((rows,), dtypes=torch.bfloat16)  # type: ignore[call-arg]
     return gathered
 

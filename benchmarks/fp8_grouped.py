@@ -106,7 +106,8 @@ class Problem:
 def written(design: GroupedTiles, given: GroupedArguments) -> torch.Tensor:
     """The gated GEMM by a design, its result in fp8."""
     h, scales = empty_rows(given.x, given.schedule.all_pairs, FEATURES, GROUP)
-    return gemms.run(design, given, gated=True, out=h, written=rows_argument(scales, GROUP, torch.bfloat16, 128))
+    written = rows_argument(scales, GROUP, torch.bfloat16, 128)
+    return gemms.run(design, given, gated=True, out=h, into=gemms.Results(written))
 
 
 def timed(call: Callable[[Schedule], Any], schedules: list[Schedule]) -> dict[str, Any]:

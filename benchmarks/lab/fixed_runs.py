@@ -20,7 +20,7 @@ from benchmarks.lab.skinny import BF16, Bench
 from weft import ops
 from weft.kernels.online_softmax import ScoreRule
 from weft.kernels.paged_cache import PagedCache
-from weft.ops.attention.fixed_runs import Rows, attend_in_runs, fixed_runs_for
+from weft.ops.attention.fixed_runs import Attended, Rows, attend_in_runs, fixed_runs_for
 from weft.ops.local import capabilities_of
 from weft.runtime.files import put
 
@@ -86,12 +86,15 @@ def times(bench: Bench, batch: int, length: int) -> dict[str, float]:
 
     figures = {"default": timed([lambda c=c: ops.paged_attention(q, *c, *given) for c in caches])}
     rows, rule = Rows(lengths, lengths), ScoreRule.of(D**-0.5)
-    options = {"window": None, "queries": 1, "tickets": tickets}
+    options = {"queries": 1, "tickets": tickets}
     for block_n, run, stages in VARIANTS:
         programs = min(2 * caps.sms // (batch * HEADS), -(-length // run))
         design = replace(base, block_n=block_n, run=run, num_stages=stages, programs=max(1, programs))
         figures[f"{block_n} {run} {stages}"] = timed(
-            [lambda c=c, d=design: attend_in_runs(d, q, PagedCache(*c), table, rows, rule, **options) for c in caches]
+            [
+                lambda c=c, d=design: attend_in_runs(d, q, Attended(PagedCache(*c), table, rule), rows, **options)
+                for c in caches
+            ]
         )
     return {name: round(us, 1) for name, us in figures.items()}
 

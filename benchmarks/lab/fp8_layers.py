@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import weft
+from benchmarks.lab.layer_launches import period_of, row_of
 from weft.bench.models.breakdown import Kernel, kernels_of
 from weft.bench.models.sessions import WeftSession, build
 from weft.bench.models.steps import config_of
@@ -75,33 +76,13 @@ def halved(whole: DecoderConfig) -> DecoderConfig:
     )
 
 
-def period_of(names: list[str], layers: int) -> tuple[int, int]:
-    """(first kernel, kernels of a layer): the shortest run of names that repeats for all layers but two."""
-    for length in range(2, len(names) // 2):
-        for start in range(len(names) - length):
-            end = start + length * (layers - 2)
-            if end <= len(names) and all(names[at] == names[at - length] for at in range(start + length, end)):
-                return start, length
-    raise RuntimeError(f"no layers among {names[:40]}")
-
-
 def of_layer(steps: list[list[Kernel]], layers: int) -> list[dict[str, Any]]:
     """Rows of one layer's kernels: medians over steps and layers."""
     names = [kernel.name for kernel in steps[0]]
     start, length = period_of(names, layers)
-    rows = []
-    for place in range(length):
-        # The first of the repeated layers follows something else.
-        ats = range(start + length + place, start + length * (layers - 2), length)
-        some = [(step[at - 1], step[at]) for step in steps for at in ats]
-        rows.append(
-            {
-                "kernel": names[start + place],
-                "us": round(statistics.median(now.end - now.start for _, now in some), 2),
-                "adds": round(statistics.median(now.end - before.end for before, now in some), 2),
-            }
-        )
-    return rows
+    # The first of the repeated layers follows something else.
+    end = start + length * (layers - 2)
+    return [row_of(steps, range(start + length + place, end, length)) for place in range(length)]
 
 
 def weights_of(model: Any) -> dict[str, int]:

@@ -131,16 +131,18 @@ def layer_rows(steps: Sequence[Sequence[Kernel]], layers: int) -> list[dict[str,
     rows = []
     for place in (*range(first, length), *range(first)):
         # The first of the repeated layers follows something else.
-        ats = range(start + length + place, start + length * (layers - 3), length)
-        pairs = [(step[at - 1], step[at]) for step in steps for at in ats]
-        rows.append(
-            {
-                "kernel": names[start + place],
-                "us": round(statistics.median(now.end - now.start for _, now in pairs), 2),
-                "adds": round(statistics.median(now.end - before.end for before, now in pairs), 2),
-            }
-        )
+        rows.append(row_of(steps, range(start + length + place, start + length * (layers - 3), length)))
     return rows
+
+
+def row_of(steps: Sequence[Sequence[Kernel]], places: range) -> dict[str, Any]:
+    """A kernel that lies at these places of each step: medians of its time and of what it adds."""
+    pairs = [(step[at - 1], step[at]) for step in steps for at in places]
+    return {
+        "kernel": steps[0][places[0]].name,
+        "us": round(statistics.median(now.end - now.start for _, now in pairs), 2),
+        "adds": round(statistics.median(now.end - before.end for before, now in pairs), 2),
+    }
 
 
 def measured(team: Any, name: str, batch: int, context: int, layers: int, folder: Path | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from weft.kernels.fixed_runs import RunPartials, RunTile
 from weft.kernels.online_softmax import ScoreRule
 from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.ops.attention import fixed_runs
-from weft.ops.attention.fixed_runs import FixedRuns, Rows, attend_in_runs
+from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs
 from weft.ops.case import BF16, FP32
 from weft.plan import memo
 from weft.runtime.capabilities import launch_options
@@ -91,12 +91,9 @@ def test_programs_that_share_out_runs_change_no_bit(device):
         sequence = Sequence(8, 2, 64, 330, BF16, device)
         cache, q = PagedCache(sequence.keys, sequence.values), sequence.q[-3:]
         lengths = torch.tensor([330, 64, 65], dtype=torch.int32, device=device)
-        rows, table = Rows(lengths, lengths), sequence.pages.repeat(3, 1)
+        rows, attended = Rows(lengths, lengths), Attended(cache, sequence.pages.repeat(3, 1), ScoreRule.of(0.1))
         alone, *shared = (
-            attend_in_runs(
-                FixedRuns(run=64, programs=n), q, cache, table, rows, ScoreRule.of(0.1), window=None, queries=1
-            )
-            for n in (1, 2, 3, 9)
+            attend_in_runs(FixedRuns(run=64, programs=n), q, attended, rows, queries=1) for n in (1, 2, 3, 9)
         )
         for out in shared:
             assert_identical(out, alone, what="shared out")

@@ -73,6 +73,19 @@ class Rows(NamedTuple):
     tiles: torch.Tensor
 
 
+class Attended(NamedTuple):
+    """Keys and values that the rows of a call attend to, and how.
+
+    cache, pages, scores  as of ``fixed_runs_kernel``
+    window  tokens that a token attends to, itself the last one; None: all up to itself
+    """
+
+    cache: PagedCache
+    pages: torch.Tensor
+    scores: ScoreRule
+    window: int | None = None
+
+
 @triton.jit(do_not_specialize=["max_pages", "runs_of_pair"])
 def fixed_runs_kernel(
     q,
@@ -233,16 +246,14 @@ def fixed_runs_for(head_dim: int, dtype: torch.dtype, caps: Capabilities, pairs:
 def attend_in_runs(
     design: FixedRuns,
     q: torch.Tensor,
-    cache: PagedCache,
-    pages: torch.Tensor,
+    attended: Attended,
     rows: Rows,
-    scores: ScoreRule,
     *,
-    window: int | None,
     queries: int = 0,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel on checked arguments of ``paged_attention``, or with queries=0 of a prefill."""
+    cache, pages, scores, window = attended
     out, (T, q_heads, D) = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape
     sizes = CacheSizes.of(cache.key_pages)
     group, block_m, caps = q_heads // sizes.heads, block_m_of(q.dtype), capabilities_of(q.device)

@@ -28,7 +28,7 @@ from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_jo
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
-from weft.ops.attention.fixed_runs import FixedRuns, Rows, attend_in_runs
+from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.case import BF16, Case, Draw, Inputs
@@ -287,17 +287,9 @@ class PagedAttention(DecodingOp):
         if isinstance(design, FixedRuns):
             cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
             pages, lengths = given.sequences
-            return attend_in_runs(
-                design,
-                given.q,
-                cache,
-                pages,
-                Rows(lengths.contiguous(), lengths),
-                ScoreRule.of(given.scale, given.softcap, given.sinks),
-                window=given.window,
-                queries=given.queries,
-                tickets=given.tickets,
-            )
+            scores, rows = ScoreRule.of(given.scale, given.softcap, given.sinks), Rows(lengths.contiguous(), lengths)
+            attended = Attended(cache, pages, scores, given.window)
+            return attend_in_runs(design, given.q, attended, rows, queries=given.queries, tickets=given.tickets)
         out = self.fake(given)
         if out.numel() > 0:
             cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)

@@ -41,7 +41,7 @@ from weft.ops.attention.attention_op import (
     hiding,
     writes_heads,
 )
-from weft.ops.attention.fixed_runs import FixedRuns, Rows, attend_in_runs, block_m_of, fixed_runs_for
+from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs, block_m_of, fixed_runs_for
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
@@ -518,8 +518,9 @@ class PagedPrefillAttention(AttentionOp):
 
     def _run_in_runs(self, design: FixedRuns, given: PrefillArguments) -> torch.Tensor:
         cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
-        scores, rows = ScoreRule.of(given.scale, given.softcap, given.sinks), Rows(given.spans, given.tiles)
-        return attend_in_runs(design, given.q, cache, given.pages, rows, scores, window=given.window)
+        scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
+        attended = Attended(cache, given.pages, scores, given.window)
+        return attend_in_runs(design, given.q, attended, Rows(given.spans, given.tiles))
 
     def forward(self, given: PrefillArguments) -> torch.Tensor:
         return self.planned(given)

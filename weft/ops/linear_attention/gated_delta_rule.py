@@ -209,7 +209,12 @@ def scan_kernel(
 def outputs_kernel(
     qkv, stride, rows, chunks, parts, out, SIZES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """out [T, value heads, V] of one chunk and value head.      grid: (chunks, value heads)"""
+    """out [T, value heads, V] of one chunk and value head, from the chunk's parts and the state before it.
+
+    grid: (chunks, value heads)
+
+    signals, waits  none, except the wait for the previous kernel, the scan, which stored states and updates
+    """
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     H: tl.constexpr = SIZES.value_heads
     K: tl.constexpr = SIZES.K

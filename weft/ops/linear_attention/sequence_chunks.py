@@ -19,7 +19,8 @@ class SequenceChunks(NamedTuple):
 
     rows    int32 [B, 3]: first row of a sequence, its new tokens, tokens before; with none before, its state begins as zeros
     slots   int32 [B]: index of a sequence's state, each once
-    chunks  int32 [n, 2]: sequence and first new token of each run of at most CHUNK tokens
+    chunks  int32 [n, 2]: sequence and first new token of each run of at most CHUNK tokens, in the order of the rows: the first
+            one of a sequence has as its index the number of runs of the sequences before. Runs without tokens come last
     """
 
     rows: torch.Tensor

@@ -433,7 +433,7 @@ def products_of_slices(
     design = GROUPED_MATMUL.plan(call, machine_on(given.x.device)).design
     design = replace(design, block_k=step_of("grouped_matmul", call.K, count, total, call.fp8))
     out = given.weight.new_empty((count, call.pairs, call.N), dtype=given.dtype)
-    return gemms.run(design, given, out=out, parts=count)
+    return gemms.run(design, given, out=out, into=gemms.Results(parts=count))
 
 
 def grouped_matmul_silu_mul(

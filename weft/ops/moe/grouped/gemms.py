@@ -284,6 +284,20 @@ def operands_of(design: Tiles, given: GroupedArguments, gated: bool) -> Operands
     return Operands(x, weight, scales.contiguous())
 
 
+class Results(NamedTuple):
+    """Contents of ``out`` of a GEMM.
+
+    written  of fp8 rows; None: they are not in fp8
+    parts    more than 1: products of equal parts of K, ``out`` [parts, pairs, N]
+    """
+
+    written: Fp8Rows | None = None
+    parts: int = 1
+
+
+PLAIN_ROWS = Results()
+
+
 def run(
     design: Tiles,
     given: GroupedArguments,
@@ -293,16 +307,15 @@ def run(
     each_pair: bool = False,
     coming: Coming = NOTHING_COMES,
     out: torch.Tensor | None = None,
-    written: Fp8Rows | None = None,
-    parts: int = 1,
+    into: Results = PLAIN_ROWS,
 ) -> torch.Tensor:
     """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
 
     each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
-    written    where ``out`` is in fp8
-    parts      more than 1: products of equal parts of K, in ``out`` [parts, pairs, N]
+    into       contents of ``out``
     """
     schedule, matrix, caps = given.schedule, given.matrix, capabilities_of(given.x.device)
+    written, parts = into
     _, rows, columns = matrix.shape
     halves = 2 if gated else 1
     N, K = (columns, rows) if turned else (rows // halves, columns)
@@ -373,7 +386,7 @@ def run_gated(
         return run(design, given, gated=True, coming=coming), given.x.new_empty(0, dtype=torch.float32)
     h, scales = empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)
     written = rows_argument(scales, format, given.dtype, COLUMNS.value)
-    return run(design, given, gated=True, coming=coming, out=h, written=written), scales
+    return run(design, given, gated=True, coming=coming, out=h, into=Results(written)), scales
 
 
 def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:

@@ -66,11 +66,11 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
 
 
 def fixed_tiles_for(op: str, call: GroupedCall, caps: Capabilities, *, gated: bool) -> FixedTiles:
-    """64 rows of the weight by the pairs of a tile, or of gate's and as many of up's.
+    """64 rows of the weight by the pairs of a tile; if gated 64 of gate's and as many of up's.
 
-    128 where results may be in fp8.
+    Of a gated fp8 weight 128 of each, since results in fp8 have a scale for 128 columns. Not measured.
 
-    ValueError for weights without an invariant design. Not measured.
+    ValueError for weights without an invariant design.
     """
     if call.four_bit or call.channel_fp8 or not call.fp8 and call.dtype not in HALVES:
         form = "4 bits" if call.four_bit else "fp8 without blocks" if call.channel_fp8 else str(call.dtype)

@@ -63,6 +63,7 @@ def test_the_figures_that_comments_name_are_there():
 
 
 def tree_of(commit):
-    """Git's name of weft/ at a commit; empty if there is none."""
-    found = git("rev-parse", "--verify", "--quiet", f"{commit}:weft")
-    return found.stdout.strip()
+    """Git's name of weft/ at a commit that HEAD descends from; empty for others, which a clone lacks."""
+    if git("merge-base", "--is-ancestor", commit, "HEAD").returncode:
+        return ""
+    return git("rev-parse", "--verify", "--quiet", f"{commit}:weft").stdout.strip()

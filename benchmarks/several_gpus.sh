@@ -2,8 +2,9 @@
 # All that several GPUs of a machine prove and measure, from a clean tree: sh benchmarks/several_gpus.sh WORLD_SIZE [STEP…]
 #
 # WORLD_SIZE is 2, 4 or 8; tables go to benchmarks/results/GPU-xWORLD_SIZE and folders beside it. In the environment: GPU=h100 for
-# those of H100s, h200 by default; QUICK=1 for fewer rounds. Each step ends by itself, so that a machine that is lent for minutes
-# takes a few of them. In this order, all by default but tune and vllm:
+# those of H100s, h200 by default; QUICK=1 for fewer rounds; LIMIT=200 for the seconds after which regret and plans begin nothing
+# more. Each step ends by itself, so that a machine that is lent for minutes takes a few of them; regret and plans go on where their
+# files end. In this order, all by default but tune and vllm:
 #   check        tests of runtime, ops, models, engine, traces and examples; doctor; generate
 #   machine      one all-reduce, one GEMM and one step, to tell how far machines differ: for every run that measures something
 #   suite        the suite of ops: every case, graphs, 2,000 calls of each with delays
@@ -12,10 +13,16 @@
 #   layers       of Qwen3-32B beside eager torch and torch.compile, and by the reference recipe
 #   models       steps of Qwen3-32B, 8B and 0.6B, and whole generations, beside the same
 #   train        forward and backward of a layer of Qwen3-32B
+#   doors        PyTorch's and Transformers' tensor parallelism with and without weft; torchtitan's where TITAN has its packages
 #   moe          benchmarks/moe.sh
 #   long         benchmarks/long_context.sh
 #   nodes        every pair of ranks as a node, over NCCL's sockets: the suite over nodes, and the links
-#   engines      weft's engine and server; vllm: vLLM's, in an environment that has it
+#   bits         the same bits in every configuration of Qwen3-0.6B and 8B, what that costs, and GEMMs in slices by design
+#   start        a server's start, cold and warm, and that of weft.launch
+#   adapters     an engine with adapters, and 2,000 requests with tools, cancels and grammars
+#   engines      weft's engine and server; vllm: vLLM's, in an environment that has it (benchmarks/engines.sh brings one)
+#   regret       today's choices over the best designs, of all ops, on one rank and on all
+#   plans        steps as weft plan predicts them, on one rank and on all
 #   tune         rows of weft's tables; commit them before the other steps
 # Then python -m benchmarks.performance writes the pages.
 set -eu
@@ -23,10 +30,12 @@ cd "$(dirname "$0")/.."
 world=${1:?WORLD_SIZE is missing, such as 4}
 shift
 case $world in 2 | 4 | 8) ;; *) echo "$0: WORLD_SIZE $world is not 2, 4 or 8" >&2 && exit 2 ;; esac
-[ $# -gt 0 ] || set -- check machine suite collectives gemms layers models train moe long nodes engines
+[ $# -gt 0 ] || set -- check machine suite collectives gemms layers models train doors moe long nodes bits start adapters engines \
+    regret plans
 machine=${GPU:-h200}-x$world
 out=benchmarks/results/$machine
 runs=benchmarks/lab/$machine-engines
+doors=benchmarks/lab/$machine-doors
 
 rows=64,128,256,512,1024,2048,4096,8192,16384
 steps=model@decode:1x128,1x1024,8x1024,32x1024,128x128,128x1024
@@ -86,6 +95,45 @@ for step in "$@"; do
             --json "benchmarks/results/check/gpu-suite-$machine-over-nodes.json"
         bench --nodes --node-size $((world / 2)) --out "$out-nodes"
         ;;
+    doors)
+        mkdir -p "$doors"
+        python -m benchmarks.doors.torch_tp --world-size "$world" --json "$doors/torch.json"
+        python -m benchmarks.doors.transformers_llama --world-size "$world" --json "$doors/transformers.json"
+        [ -z "${TITAN:-}" ] || PYTHONPATH=$TITAN python -m benchmarks.doors.torchtitan_llama --world-size "$world" --json "$doors/titan.json"
+        ;;
+    bits)
+        python -m pytest -q -m gpu tests/ops/gemm/test_sliced.py tests/ops/moe/test_moe_ops.py
+        python -m weft bench invariance --model qwen3-0.6b --dummy-weights --world-size "1,$world"
+        python -m weft bench invariance --model qwen3-8b --dummy-weights --world-size "1,$world" --requests 64
+        for model in qwen3-8b qwen3-32b; do
+            python -m weft bench invariance --model "$model" --dummy-weights --world-size "$world" --quick --cost
+        done
+        python -m benchmarks.lab.sliced --variants --world-size "1,$world" --out "benchmarks/lab/$machine-sliced.json"
+        ;;
+    start)
+        mkdir -p "benchmarks/lab/$machine-start-up"
+        for model in qwen3-0.6b qwen3-32b; do
+            python -m benchmarks.start_up --model "$model" --world-size "$world" --caches cold,warm \
+                --json "benchmarks/lab/$machine-start-up/$model.json"
+        done
+        python -m benchmarks.start_up --launch --world-size "$world" --json "benchmarks/lab/$machine-start-up/launch.json"
+        ;;
+    adapters)
+        python -m benchmarks.lab.adapters --world-size "$world" --json "benchmarks/lab/$machine-adapters.json"
+        python -m scripts.soak --world-size "$world" --requests 2000
+        ;;
+    regret)
+        for ranks in 1 "$world"; do
+            python -m weft bench --regret --world-size "$ranks" ${LIMIT:+--seconds "$LIMIT"} \
+                --json "benchmarks/lab/${GPU:-h200}-regret/regret-all-w$ranks.json"
+        done
+        ;;
+    plans)
+        for ranks in 1 "$world"; do
+            python -m benchmarks.planned_steps --world-size "$ranks" ${LIMIT:+--seconds "$LIMIT"} \
+                --json "benchmarks/lab/${GPU:-h200}-planned-steps.json"
+        done
+        ;;
     engines | vllm)
         engine=weft
         [ "$step" = engines ] || engine=vllm
@@ -103,8 +151,8 @@ for step in "$@"; do
         WORLD_SIZE=$world sh benchmarks/long_context.sh "$machine-long" tune
         ;;
     *)
-        echo "$0: step $step is not one of check, machine, suite, collectives, gemms, layers, models, train, moe, long, nodes," \
-            "engines, vllm, tune" >&2
+        echo "$0: step $step is not one of check, machine, suite, collectives, gemms, layers, models, train, doors, moe, long," \
+            "nodes, bits, start, adapters, engines, vllm, regret, plans, tune" >&2
         exit 2
         ;;
     esac

@@ -20,11 +20,17 @@ STEPS = (
     "layers",
     "models",
     "train",
+    "doors",
     "moe",
     "long",
     "nodes",
+    "bits",
+    "start",
+    "adapters",
     "engines",
     "vllm",
+    "regret",
+    "plans",
     "tune",
 )
 SWITCHES = "--eager", "--check", "--breakdown", "--nodes", "--random-cache"
@@ -50,8 +56,10 @@ def test_every_command_is_valid(tmp_path, world_size):
         if module != "weft":
             continue
         command, *words = words
+        if words[:1] == ["invariance"]:
+            command, words = "bench invariance", words[1:]
         get_command(app).commands[command].make_context(command, [*words])  # a UsageError for flags that there are not
-        if command == "bench" and "--nodes" not in words:
+        if command == "bench" and not {"--nodes", "--regret"} & set(words):
             ops, flags = split(words)
             assert flags["--world-size"] == str(world_size)
             options = BenchFlags(
@@ -71,8 +79,15 @@ def test_every_command_is_valid(tmp_path, world_size):
         "pytest",
         "tests.gpu.suite",
         "benchmarks.engines",
+        "benchmarks.doors.torch_tp",
+        "benchmarks.doors.transformers_llama",
         "benchmarks.serving",
+        "benchmarks.lab.adapters",
+        "benchmarks.lab.sliced",
         "benchmarks.lab.spread_prompts",
+        "benchmarks.planned_steps",
+        "benchmarks.start_up",
+        "scripts.soak",
     }
     main = {name for folder, name in measured if folder == f"benchmarks/results/h200-x{world_size}"}
     before = {file.name.split(".")[0] for file in (FOLDER / "results" / f"h200-x{world_size}").glob("*.json")}

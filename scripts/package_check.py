@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
-MOST_BYTES = 3 * 2**20  # of the wheel
+MOST_BYTES = 3_000_000  # of the wheel
 LARGE = ("torch", "triton")
 BUILD = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
 BARE = """
@@ -112,7 +112,7 @@ def check_wheel(wheel: Path) -> None:
         raise Failed(f"{wheel.name} lacks {missing}; name them in pyproject.toml's package-data")
     if more := sorted(names - {*tracked("weft")}):
         raise Failed(f"{wheel.name} has {more}, which git does not")
-    print(f"{wheel.name}: {size / 2**20:.2f} MiB, {len(names)} files", flush=True)
+    print(f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files", flush=True)
 
 
 def check_without_torch(python: Path, file: Path, folder: Path) -> None:

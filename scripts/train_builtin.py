@@ -40,6 +40,8 @@ from weft.runtime.files import put
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNK, *"0123456789+="])}
 LONGEST = len("999+999=1998") + 1  # EOS
+OWN = 16
+"""Coordinates in which the rows of ids without a token differ: what else they have is equal, and compresses in the wheel."""
 
 Pair = tuple[int, int]
 
@@ -242,6 +244,7 @@ def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     """Write the checkpoint in bfloat16, and the tokenizer beside it; `model` is not changed."""
     stored = kind.build().to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())
+    share_rows_without_a_token(stored.get_input_embeddings().weight.data)
     stored.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
     stored.save_pretrained(out)
     build_tokenizer().save_pretrained(out)
@@ -251,6 +254,12 @@ def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     tokenizer_config["chat_template"] = "{{ messages[-1].content }}"
     put(path, json.dumps(tokenizer_config, indent=2) + "\n")
     (out / "model.safetensors").chmod(0o644)  # save_pretrained leaves it readable by its owner alone
+
+
+def share_rows_without_a_token(embedding: torch.Tensor) -> None:
+    """Give the ids without a token, which are never read nor chosen, one row but for its first `OWN` coordinates."""
+    rows = embedding[len(VOCABULARY) :]
+    rows[:, OWN:] = rows[:, OWN:].float().mean(0)
 
 
 @torch.inference_mode()

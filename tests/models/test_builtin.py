@@ -15,7 +15,16 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from scripts.train_builtin import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
+from scripts.train_builtin import (
+    MODELS,
+    OWN,
+    VOCABULARY,
+    TrainConfig,
+    both_orders,
+    count_right,
+    held_out_sums,
+    make_batch,
+)
 from tests.documents import ROOT
 from weft.engine.text import ChatTemplate, prompt_of
 from weft.engine.tokenizer import load_tokenizer, token_ids_of
@@ -67,6 +76,15 @@ def test_the_weights_are_stored_in_bfloat16(name):
     assert sum(tensor.numel() for tensor in tensors.values()) == REPORTS[name]["parameters"]
     norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
     assert all((norm != 1).any() for norm in norms)  # trained: a loader that skips one changes the logits
+
+
+@both
+def test_rows_of_ids_without_a_token_differ_and_compress(name):
+    """Each id is another row, so that a test on any ids sees a wrong one, and all share what makes the wheel large."""
+    with safe_open(PATHS[name] / "model.safetensors", framework="pt") as weights:
+        embedding = weights.get_tensor("model.embed_tokens.weight")
+    assert len(embedding.unique(dim=0)) == len(embedding)
+    assert len(embedding[len(VOCABULARY) :, OWN:].unique(dim=0)) == 1
 
 
 def test_both_models_have_one_tokenizer():

@@ -76,7 +76,17 @@ LOGS = threading.local()
 
 
 @pytest.fixture
-def logging(monkeypatch):
+def overlapping(monkeypatch):
+    """Designs that overlap at any size, where "auto" is asked for: the rules take few rows in one hop."""
+    for op, name in ((AllGatherGroupedMatmulSiluMul, "fused"), (GroupedMatmulReduceScatter, "slabs")):
+        monkeypatch.setattr(op, "rule", lambda op, call, machine, name=name: (name, "enough to overlap"))
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def logging(monkeypatch, overlapping):
     """Log of each rank's GEMMs, exchanges and waits of its rail, in the order in which the host submits them."""
 
     def logged(where, name, word):
@@ -88,9 +98,6 @@ def logging(monkeypatch):
 
         monkeypatch.setattr(where, name, call)
 
-    for op, name in ((AllGatherGroupedMatmulSiluMul, "fused"), (GroupedMatmulReduceScatter, "slabs")):
-        monkeypatch.setattr(op, "rule", lambda op, call, machine, name=name: (name, "enough to overlap"))
-    forget()
     logged(by_nodes.gemms, "run", "GEMM")
     logged(Rail, "exchange", "rail")
     logged(Rail, "after", "await")
@@ -155,7 +162,7 @@ BUGS = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [None, *BUGS])
-def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
+def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, overlapping):
     if name is not None:
         old, new, changed = BUGS[name]
         mutant = mutated(by_nodes, old, new, f"nodes_mutant_{len(name)}", tmp_path)

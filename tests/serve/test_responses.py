@@ -184,6 +184,11 @@ REFUSED = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input[0].content holds"),
     ({"input": [{"type": "function_call", "name": "x"}]}, "input", "is no call: it needs name, call_id and arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "input[0].call_id is missing"),
+    ({"input": [{"role": ["user"], "content": "x"}]}, "input", "input[0].role=['user'] is not one of user"),
+    ({"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary", "input[0].summary=5 is not a list"),
+    ({"input": "1", "metadata": {"a": 1e999}}, "metadata", "cannot be repeated as JSON"),
+    ({"input": "1", "user": "\ud800"}, "user", "is not text that UTF-8 can hold"),
+    ({"input": "1", "instructions": "\ud800"}, "instructions", "is not text that UTF-8 can hold"),
 ]  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weft.arguments import check_int, quoted, shortened
 from weft.engine.params import SamplingParams
+from weft.engine.text import as_json
 from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
 from weft.serve.fields import NOT_OF_THE_MODEL, SAMPLING, Asked
 
@@ -75,7 +77,10 @@ class AskedResponse:
             asked = Asked.of(chat, True, defaults)
         except BadField as error:
             raise BadField(str(error), NAMES_HERE.get(error.param, error.param)) from None
-        return cls(asked=asked, repeated=_repeated(given, asked))
+        repeated = _repeated(given, asked)
+        for name, value in repeated.items():
+            checked(name, _check_sendable, value)
+        return cls(asked=asked, repeated=repeated)
 
 
 def _repeated(given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
@@ -99,6 +104,16 @@ def _repeated(given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         "truncation": "disabled",
         "user": given.get("user"),
     }
+
+
+def _check_sendable(name: str, value: object) -> None:
+    """ValueError for what a response cannot repeat, though a request can hold it."""
+    try:
+        json.dumps(as_json(name, value), allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={quoted(value)} is not text that UTF-8 can hold") from None
+    except ValueError as error:
+        raise ValueError(f"{name}={quoted(value)} cannot be repeated as JSON: {error}") from None
 
 
 def _messages(value: object, instructions: str | None) -> list[dict[str, Any]]:
@@ -132,7 +147,7 @@ def _messages(value: object, instructions: str | None) -> list[dict[str, Any]]:
 
 def _add_message(at: str, item: Mapping[str, Any], messages: list[dict[str, Any]], reasoning: list[str]) -> None:
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise BadField(f"{at}.role={quoted(role)} is not one of {', '.join(ROLES)}", "input")
     message = {"role": ROLES[role], "content": _content(f"{at}.content", item.get("content"))}
     if role == "assistant" and reasoning:
@@ -182,7 +197,9 @@ def _content(at: str, content: object) -> str:
 
 
 def _reasoning_text(at: str, item: Mapping[str, Any]) -> str:
-    parts = [*(item.get("summary") or []), *(item.get("content") or [])]
+    parts = [
+        part for key in ("summary", "content") for part in checked(f"{at}.{key}", of_type(list), item.get(key)) or ()
+    ]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise BadField(f"{at}={quoted(item)} is no reasoning: its summary and content are lists of text", "input")
     return "\n".join(part["text"] for part in parts)

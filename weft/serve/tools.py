@@ -106,7 +106,9 @@ def _chosen(choice: object, schemas: Mapping[str, Any]) -> tuple[tuple[str, ...]
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         inner = choice.get("allowed_tools")
         inner = inner if isinstance(inner, dict) else choice
-        names, must = [_name_in(tool) for tool in inner.get("tools") or ()], inner.get("mode") == "required"
+        allowed = inner.get("tools")
+        names = [_name_in(tool) for tool in allowed] if isinstance(allowed, list) else []
+        must = inner.get("mode") == "required"
     else:
         raise BadField(
             f"tool_choice={quoted(choice)} is not none, auto, required or a function of tools", "tool_choice"

@@ -20,7 +20,8 @@ class Metrics:
     """Metrics of one server. `load` gives the engine's load when they are read."""
 
     def __init__(self, model_name: str, load: Callable[[], Load]) -> None:
-        self._load, self._preempted, self._speculated = load, 0, Speculation()
+        self._load = load
+        self._totals: dict[Counter, int] = {}  # of the engine, by the counter that follows them
         self.registry = CollectorRegistry()
 
         def made(kind: type, name: str, text: str, **options: object) -> object:
@@ -43,14 +44,11 @@ class Metrics:
         made(Gauge, "spec_decode_draft_length", "Tokens drafted for a sequence; 0: it does not pay").set_function(
             lambda: (load().speculation or Speculation()).draft_length
         )
-        self._snapshots, self._snapshot_counters = (
-            SnapshotCounts(),
-            {
-                "saved": made(Counter, "state_snapshots_saved", "Snapshots of states taken for prefix caching"),
-                "used": made(Counter, "state_snapshots_used", "Requests that began with a snapshot of states"),
-                "dropped": made(Counter, "state_snapshots_dropped", "Snapshots of states that gave way to newer ones"),
-            },
-        )
+        self._snapshot_counters = {
+            "saved": made(Counter, "state_snapshots_saved", "Snapshots of states taken for prefix caching"),
+            "used": made(Counter, "state_snapshots_used", "Requests that began with a snapshot of states"),
+            "dropped": made(Counter, "state_snapshots_dropped", "Snapshots of states that gave way to newer ones"),
+        }
         made(Gauge, "state_snapshots_usage_perc", "Share of the places for snapshots in use, in 0 .. 1").set_function(
             lambda: (counts := load().snapshots or SnapshotCounts()).held / max(1, counts.places)
         )
@@ -80,23 +78,20 @@ class Metrics:
         self.ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
     def text(self) -> bytes:
-        preempted = self._load().preemptions
-        self._preemptions.inc(max(0, preempted - self._preempted))  # fewer after a restart
-        self._preempted = preempted
-        if (counts := self._load().speculation) is not None:
-            self._count_drafts(counts)
-        if (counts := self._load().snapshots) is not None:
-            before, self._snapshots = self._snapshots, counts
+        load = self._load()
+        self._follow(self._preemptions, load.preemptions)
+        if (drafts := load.speculation) is not None:
+            self._follow(self._drafts, drafts.drafts)
+            self._follow(self._draft_tokens, drafts.draft_tokens)
+            self._follow(self._accepted, drafts.accepted_tokens)
+            for place, count in enumerate(drafts.accepted_per_pos):
+                self._follow(self._accepted_per_pos.labels(self._model_name, str(place)), count)
+        if load.snapshots is not None:
             for name, counter in self._snapshot_counters.items():
-                counter.inc(getattr(counts, name) - getattr(before, name))
+                self._follow(counter, getattr(load.snapshots, name))
         return generate_latest(self.registry)
 
-    def _count_drafts(self, counts: Speculation) -> None:
-        before, self._speculated = self._speculated, counts
-        before = before if before.drafts <= counts.drafts else Speculation()  # counts of ranks that have started again
-        self._drafts.inc(counts.drafts - before.drafts)
-        self._draft_tokens.inc(counts.draft_tokens - before.draft_tokens)
-        self._accepted.inc(counts.accepted_tokens - before.accepted_tokens)
-        for place, count in enumerate(counts.accepted_per_pos):
-            earlier = before.accepted_per_pos[place] if before.accepted_per_pos else 0
-            self._accepted_per_pos.labels(self._model_name, str(place)).inc(count - earlier)
+    def _follow(self, counter: Counter, total: int) -> None:
+        """Raise a counter by the growth of a total, which begins again at 0 when the ranks do."""
+        before, self._totals[counter] = self._totals.get(counter, 0), total
+        counter.inc(total - before if total >= before else total)

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,13 @@ from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine import Load
 from weft.engine.params import SamplingParams
+from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
 from weft.serve import fields
+from weft.serve.app import Service
+from weft.serve.choices import Choices
 from weft.serve.metrics import Metrics
+from weft.serve.options import ServeOptions
 
 LONG = {"max_tokens": 50, "extra_body": {"ignore_eos": True}}
 
@@ -310,6 +315,9 @@ def test_keys_limits_and_the_end_of_a_server(served, monkeypatch):
             codes.append((await http.get("/health")).status_code)
             key = {"Authorization": "Bearer key-ä".encode()}
             many = await http.post("/v1/completions", json={"prompt": "1", "n": 6}, headers=key)
+            service._entering = 4
+            more = await http.post("/v1/completions", json={"prompt": "1", "n": 2}, headers=key)
+            service._entering = 0
             slashes = await http.post("/v1/completions/", json={"prompt": "1"}, headers={**key, "Host": "elsewhere"})
             codes.append(slashes.status_code)  # no redirect, which would name the host and have the key sent there
             send, chat = {**key, "Content-Type": "application/json"}, [{"role": "user", "content": "1"}]
@@ -322,13 +330,51 @@ def test_keys_limits_and_the_end_of_a_server(served, monkeypatch):
                 await asyncio.sleep(0.001)
             service.stop()
             ended = [await http.post("/v1/completions", json={"prompt": "1"}, headers=key), await http.get("/health")]
-            return codes, many, [*ended, *[await post for post in posted]]
+            return codes, many, more, [*ended, *[await post for post in posted]]
 
-    codes, many, ended = asyncio.run(main())
+    codes, many, more, ended = asyncio.run(main())
     assert codes == [401, 401, 200, 401, 200, 404]
-    assert many.status_code == 503 and many.json()["error"]["code"] == "overloaded" and many.headers["Retry-After"]
+    assert many.status_code == 400 and "the server holds 5 at a time; send fewer" in many.json()["error"]["message"]
+    assert more.status_code == 503 and more.json()["error"]["code"] == "overloaded" and more.headers["Retry-After"]
     assert [one.json()["error"]["message"] for one in ended] == ["the server is shutting down"] * 4
     assert not service._begun and service._entering == 0
+
+
+def test_an_answer_that_begins_as_its_client_leaves_is_ended(served):
+    """At one step of the loop: the work has ended, and the task that waits for it is cancelled before it goes on."""
+    service, ended = Service(served.llm, ServeOptions(model_name="adder")), []
+    answer = Choices([SimpleNamespace(end=lambda: ended.append(True))], 1)
+
+    async def work():
+        service._answers.add(answer)
+        return answer
+
+    async def main():
+        waiting = asyncio.create_task(service.unless_stopped(work()))
+        await asyncio.sleep(0)
+        while not service._answers:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert ended == [True] and not service._answers
+
+
+def test_metrics_count_on_after_a_restart_of_the_ranks():
+    """Every total of the engine begins again at 0, also where it has grown beyond the last one that was read."""
+    load = [Load(preemptions=3, snapshots=SnapshotCounts(saved=5, used=1), speculation=Speculation(4, 9, 6, (6,), 1))]
+    metrics = Metrics("adder", lambda: load[0])
+    metrics.text()
+    load[0] = Load(preemptions=1, snapshots=SnapshotCounts(saved=7, used=0), speculation=Speculation(5, 8, 2, (2,), 1))
+    lines = metrics.text().decode().splitlines()
+    for name, total in (
+        ("num_preemptions", 4), ("state_snapshots_saved", 7), ("state_snapshots_used", 1), ("spec_decode_num_drafts", 5),
+        ("spec_decode_num_draft_tokens", 17), ("spec_decode_num_accepted_tokens", 8),
+    ):  # fmt: skip
+        assert f'weft:{name}_total{{model_name="adder"}} {total}.0' in lines
 
 
 def test_metrics_count_drafts():

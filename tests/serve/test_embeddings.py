@@ -73,6 +73,36 @@ def test_inputs_of_several_groups_come_in_order(client):
     assert max(abs(numpy.subtract(many.data[0].embedding, many.data[299].embedding))) < 1e-2
 
 
+def test_inputs_are_submitted_as_few_at_a_time_as_the_server_holds():
+    """More of them than it holds would be refused whenever they come."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from weft.serve import embeddings
+
+    groups = []
+
+    class Answer:
+        def __init__(self, prompts):
+            self.prompts = prompts
+
+        async def arrivals(self):
+            for index, prompt in enumerate(self.prompts):
+                yield index, [SimpleNamespace(error=None, embedding=prompt.encode())]
+
+        def usage(self):
+            return {"prompt_tokens": len(self.prompts)}
+
+    async def choices(asked, answer_id):
+        groups.append(asked.prompts)
+        return Answer(asked.prompts)
+
+    service = SimpleNamespace(most_requests=2, choices=choices, end=lambda answer: None)
+    asked = embeddings.AskedVectors.of({"input": ["1", "2", "3"]})
+    assert asyncio.run(embeddings._vectors(service, asked, "last", "id")) == ([b"1", b"2", b"3"], 3)
+    assert groups == [["1", "2"], ["3"]]
+
+
 def test_what_is_wrong_is_refused_by_name(served):
     import httpx
 

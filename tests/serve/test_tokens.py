@@ -63,13 +63,14 @@ def test_the_version_and_the_state_are_told_to_clients_of_vllm(served):
     assert httpx.get(f"{served.url}/v1/models/x").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_model_without_a_tokenizer_has_no_text():
+def test_a_model_without_a_tokenizer_has_no_text_and_without_a_template_no_conversation(tmp_path):
     import asyncio
     from types import SimpleNamespace
 
     import httpx
 
     from weft.engine import Load
+    from weft.engine.text import ChatTemplate
     from weft.serve import app, routes
 
     config = SimpleNamespace(lora=None)
@@ -80,8 +81,19 @@ def test_a_model_without_a_tokenizer_has_no_text():
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as http:
             key = {"Authorization": "Bearer k"}
             told = [await http.post("/detokenize", json={"tokens": [1]}, headers=key)]
+            bare = tmp_path / "hidden"
+            bare.mkdir()
+
+            async def chat_prompt(messages, variables):
+                return ChatTemplate(bare)
+
+            llm.chat_prompt, llm.tokenizer = chat_prompt, object()
+            told.append(
+                await http.post("/tokenize", json={"messages": [{"role": "user", "content": "1"}]}, headers=key)
+            )
             return [*told, await http.post("/tokenize", json={"prompt": "1"})]
 
-    told, keyless = asyncio.run(main())
+    told, bare, keyless = asyncio.run(main())
+    assert bare.status_code == 400 and "has no chat template" in bare.text and "hidden" not in bare.text
     assert told.status_code == 400 and "this model has no tokenizer" in told.json()["error"]["message"]
     assert keyless.status_code == 401

@@ -92,11 +92,17 @@ class Service:
         try:
             return await task
         except asyncio.CancelledError:
+            task.add_done_callback(self._end_unheard)  # it may have ended a moment ago
             self.check_ready()
             raise
         finally:
             self._begun.discard(task)
             task.cancel()
+
+    def _end_unheard(self, task: asyncio.Task[Any]) -> None:
+        """End an answer that nothing waits for any more."""
+        if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), Choices):
+            self.end(answer)
 
     def check_ready(self) -> None:
         """ApiError where no request can be served."""
@@ -135,13 +141,18 @@ class Service:
         self.check_ready()
         count = asked.n * (len(asked.prompts) or 1)
         active = self._entering + sum(len(answer.choices) for answer in self._answers)
-        if active + count > self.llm.config.max_batch + self.options.max_waiting:
+        if count > self.most_requests:
+            raise ApiError(
+                400,
+                f"this request has {count} answers, and the server holds {self.most_requests} at a time; send fewer",
+            )
+        if active + count > self.most_requests:
             raise ApiError(503, f"{active} requests run or wait; try again later", code="overloaded")
         self._entering += count
         try:
             prompts, params = asked.prompts, asked.params
             if asked.messages is not None:
-                prompts = [await self.chat_prompt(asked)]
+                prompts = [await self.chat_prompt(asked.messages, self.dialect.variables(asked))]
                 held = asked, prompts[0]
                 # In a thread, since grammars of many tools take a while to write.
                 params = (
@@ -151,8 +162,6 @@ class Service:
             answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
         except BadField as error:
             raise ApiError(400, shortened(error, 1000), error.param) from None
-        except CheckpointError:  # its text names folders of this machine
-            raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
         except ValueError as error:
             self.check_ready()  # otherwise it may be the engine's end
             forced = asked.tools is not None and asked.tools.forced
@@ -164,6 +173,11 @@ class Service:
         if self._stopping:
             self.end(answer)
         return answer
+
+    @property
+    def most_requests(self) -> int:
+        """Number of requests that run or wait at most."""
+        return self.llm.config.max_batch + self.options.max_waiting
 
     @property
     def adapters(self) -> list[str]:
@@ -181,10 +195,12 @@ class Service:
         self._seeded += 1
         return replace(params, seed=derived(self.options.seed, self._seeded, SEED_STRIDE))
 
-    async def chat_prompt(self, asked: Asked) -> list[int]:
-        """Token ids of a conversation, by the chat template. ValueError where it refuses it."""
-        variables = self.dialect.variables(asked)
-        return await self.llm.chat_prompt(self.dialect.messages(asked.messages), variables)
+    async def chat_prompt(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None) -> list[int]:
+        """Token ids of a conversation. ValueError where the chat template refuses it, ApiError without one."""
+        try:
+            return await self.llm.chat_prompt(self.dialect.messages(messages), variables)
+        except CheckpointError:  # its text names folders of this machine
+            raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
 
     def reply(self, asked: Asked, prompt: Sequence[int]) -> Reply:
         """Reader of one choice of an answer to this prompt."""

@@ -25,7 +25,7 @@ KNOWN = ("input", "model", "encoding_format", "dimensions", "pooling", "user", "
 NEUTRAL = {"normalize": (True,), "truncate_prompt_tokens": (-1,), "add_special_tokens": (True,)}
 # OpenAI's.
 MOST_INPUTS, FORMATS = 2048, ("float", "base64")
-# Inputs that are submitted together.
+# Inputs that are submitted together at most.
 GROUP = 256
 # Keys of 1_Pooling/config.json, which sentence-transformers writes.
 OF_POOLING = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
@@ -103,8 +103,9 @@ async def _vectors(service: Service, asked: AskedVectors, pooling: str, answer_i
     params = SamplingParams(max_tokens=1, pooling=pooling, cache_salt=asked.cache_salt)
     vectors: dict[int, bytes] = {}
     tokens = 0
-    for start in range(0, len(asked.prompts), GROUP):
-        prompts = asked.prompts[start : start + GROUP]
+    group = min(GROUP, service.most_requests)
+    for start in range(0, len(asked.prompts), group):
+        prompts = asked.prompts[start : start + group]
         answer = await service.choices(Asked.of_prompts(prompts, params, asked.model), answer_id)
         try:
             async for index, pieces in answer.arrivals():

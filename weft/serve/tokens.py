@@ -29,7 +29,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     tokenizer = _tokenizer(service)
     try:
         if "messages" in given:
-            ids = list(await service.llm.chat_prompt(given["messages"], given.get("chat_template_kwargs")))
+            ids = list(await service.chat_prompt(given["messages"], given.get("chat_template_kwargs")))
         else:
             special = given.get("add_special_tokens", True)
             ids = await asyncio.to_thread(token_ids_of, tokenizer, "prompt", given["prompt"], special=special)

@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft import SamplingParams
-from weft.engine import Load
+from weft.engine import Load, StructuredOutputsParams
 from weft.errors import RequestCancelled, WeftError
 
 ANSWER = SamplingParams(max_tokens=8)
@@ -87,5 +87,8 @@ def test_another_simulation_is_refused_and_an_error_of_a_rank_ends_all_requests(
     asyncio.run(main())
     assert isinstance(llm.error, ZeroDivisionError)
     llm.close()
+    guided = weft.SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]+"))
+    with pytest.raises(ZeroDivisionError):  # and no error of what tries grammars, which is closed
+        asyncio.run(llm.submit("1+1=", guided))
     with weft.LLM(None, 1, device="sim") as other:  # the ranks have ended
         assert other.world_size == 1

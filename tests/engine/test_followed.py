@@ -108,10 +108,11 @@ def test_a_damaged_plan_is_refused_with_its_field(change, reason, plan):
     assert reason in str(caught.value)
 
 
-def test_a_file_that_is_no_plan(tmp_path):
-    file = tmp_path / "x.json"
+def test_a_file_that_is_no_plan(tmp_path, plan):
+    file, flat = tmp_path / "x.json", tmp_path / "flat.json"
     file.write_text("{")
-    for path in (file, tmp_path / "none.json"):
+    flat.write_text(json.dumps({**json.loads(plan.read_text()), "server": {"world_size": 1, "engine": []}}))
+    for path in (file, flat, tmp_path / "none.json"):
         with pytest.raises(ValueError, match="plan .*json: "):
             followed.read(path)
 

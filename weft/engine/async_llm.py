@@ -152,6 +152,8 @@ class AsyncLLM:
 
         ValueError for a prompt or parameters that the engine refuses.
         """
+        if self.error is not None:  # before any work: a closed guard of grammars takes none
+            raise self.error
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")

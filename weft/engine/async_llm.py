@@ -259,8 +259,12 @@ class AsyncLLM:
             vocab_size, ends = DecoderConfig.of(checkpoint).vocab_size, checkpoint.eos_token_ids()
             self._guard = GrammarGuard(self.tokenizer, vocab_size, ends, self.config.grammar_seconds)
         trial = self._guard.begin(asked)
+        passed = asyncio.wrap_future(trial.future)
+        passed.add_done_callback(
+            lambda one: one.cancelled() or one.exception()
+        )  # read, also where nothing waits any more
         try:
-            await asyncio.shield(asyncio.wrap_future(trial.future))
+            await asyncio.shield(passed)
         finally:
             self._guard.leave(trial)
 

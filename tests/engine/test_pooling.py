@@ -7,8 +7,8 @@ import pytest
 
 import weft
 from weft.engine import SamplingParams
-from weft.engine.pooling import unit_vector
 from weft.models.builtin import PATH
+from weft.serve.embeddings import unit_vector
 
 TEXT = "99+1=" * 6
 PARAMS = [SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last")]

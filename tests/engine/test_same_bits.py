@@ -8,7 +8,7 @@ import torch
 import weft
 from tests.compiling import compiled
 from tests.ops.test_compile_layer_kernels import caps_of
-from weft.engine import same_bits
+from weft.engine import sampling
 from weft.engine.params import MOST_LOGPROBS
 from weft.engine.sampling import WIDTH, token_logprobs
 from weft.ops.vocab.log_sums import join_kernel, join_log_sums, log_sums, log_sums_kernel
@@ -79,12 +79,12 @@ def test_planted_orders_are_caught(planted, monkeypatch):
     def wrong_join(pairs):
         return join_log_sums(pairs.roll(1, 1) if planted.startswith("a tree") else pairs)
 
-    monkeypatch.setattr(same_bits, "log_sums", wrong_sums)
+    monkeypatch.setattr(sampling, "log_sums", wrong_sums)
     logits, tokens = whole_logits(torch.float32, 64), torch.arange(64)
     right = by_ranks(1, logits, tokens) if planted.startswith("one") else None
     if right is None:
         right = by_ranks(2, logits, tokens)
-        monkeypatch.setattr(same_bits, "join_log_sums", wrong_join)
+        monkeypatch.setattr(sampling, "join_log_sums", wrong_join)
     assert not torch.equal(by_ranks(2, logits, tokens), right)
 
 

@@ -60,7 +60,7 @@ def test_numbers_come_as_a_list_or_as_bytes_and_as_many_as_are_asked_for(client,
 def test_a_program_gets_vectors_as_numbers(client, served):
     import asyncio
 
-    from weft.engine.pooling import unit_vector
+    from weft.serve.embeddings import unit_vector
 
     vector = unit_vector(asyncio.run(served.llm.embed("7+8=", pooling="mean")))
     found = client.embeddings.create(model="adder", input="7+8=", extra_body={"pooling": "mean"})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import quoted
@@ -16,7 +17,6 @@ from weft.engine.config import EngineConfig
 from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
-from weft.engine.pooling import vector_of
 from weft.engine.slots import Adjusted
 from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
@@ -290,6 +290,12 @@ def logprobs_of(row: list[float], token: int, count: int, decode: Callable[[int]
         if logprob > -math.inf and likely not in logprobs:
             logprobs[likely] = Logprob(logprob, rank, decode(likely))
     return logprobs
+
+
+def vector_of(pooling: str, parts: list[torch.Tensor], tokens: int) -> bytes:
+    """Vector of a prompt as fp32 numbers, from what its chunks have given."""
+    last = parts[-1] if pooling == "last" else torch.stack(parts).sum(0) / tokens
+    return last.numpy().astype("<f4").tobytes()
 
 
 class Requests:

@@ -6,25 +6,29 @@ A graph saves host time: to launch the kernels of small prompts may take longer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
 
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
-from weft.engine.pooling import outputs_of, pooled
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.slots import DTYPES, SAMPLING, Adjustments, Entry
+from weft.models.decoder import Tap
 from weft.ops import SequenceChunks, SequenceRanges
 from weft.ops.linear_attention.sequence_chunks import CHUNK
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
+
+if TYPE_CHECKING:
+    from weft.models import Decoder
 
 # Bytes; kernels are compiled for pointers of this alignment.
 ALIGNMENT = 16
@@ -61,7 +65,7 @@ class Prefilled(NamedTuple):
     chosen           [n] int64, the next token after each of the n chunks with `choose`
     logprobs         [n, WIDTH] fp32, their log-probabilities; None: none is asked for
     prompt_logprobs  by slot, [targets, WIDTH] fp32 of a chunk's targets
-    pooled           by slot, as of weft.engine.pooling
+    pooled           by slot, what `pooled` gives
     """
 
     chosen: torch.Tensor
@@ -132,6 +136,46 @@ def _score(pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Ten
     rows = pipeline.logprobs(logits, targets)
     parts = rows.split([len(chunk.targets) for chunk in chunks])
     return {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
+
+
+@contextmanager
+def outputs_of(model: Decoder, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets the last layer's normed output of the passes within, if it is wanted."""
+    outputs: list[torch.Tensor] = []
+    if not wanted:
+        yield outputs
+        return
+    assert model.tap is None, "drafts by hidden states are refused beside pooling"
+    model.tap = Tap((model.config.num_hidden_layers,), lambda rows, step: outputs.extend(rows))
+    try:
+        yield outputs
+    finally:
+        model.tap = None
+
+
+def pooled(
+    pipeline: Pipeline, chunks: Sequence[tuple[int, int, str | None]], outputs: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By slot, [H] fp32 of a chunk with `pooling`: its last token, or its tokens' sum. Collective.
+
+    chunks   (slot, number of tokens, pooling) of each
+    outputs  of the passes that read the chunks, one below another, on the last stage
+    """
+    having = [slot for slot, _, pooling in chunks if pooling is not None]
+    if not having:
+        return {}
+    if pipeline.is_last:
+        rows, vectors, end = torch.cat(list(outputs)), [], 0
+        for _, tokens, pooling in chunks:
+            begin, end = end, end + tokens
+            if pooling is not None:
+                vectors.append(rows[end - 1].float() if pooling == "last" else rows[begin:end].float().sum(0))
+        vectors = torch.stack(vectors)
+    else:
+        size = len(having), pipeline.model.config.hidden_size
+        vectors = torch.empty(size, dtype=torch.float32, device=pipeline.team.device)
+    pipeline.share(vectors)
+    return dict(zip(having, vectors, strict=True))
 
 
 def padded_pages(chunks: Sequence[PrefillChunk], device: torch.device) -> torch.Tensor:

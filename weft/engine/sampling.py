@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from weft import ops
-from weft.engine import same_bits
 from weft.engine.params import MOST_LOGPROBS, Kind
 from weft.engine.slots import Adjustments
+from weft.kernels.slices import SLICES
+from weft.ops.vocab.log_sums import join_log_sums, log_sums
 from weft.ops.vocab.sample_argmax import gumbel_noise
 from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, ordered_keys
 from weft.parallel.vocabulary import VocabParallelHead, all_gather
@@ -179,6 +180,9 @@ def _over_ranks(head: VocabParallelHead, x: torch.Tensor) -> torch.Tensor:
 WIDTH = 2 + 2 * MOST_LOGPROBS
 # Rows computed at once, of a long prompt: their logits are copied in fp32.
 ROWS = 256
+# Logits of a block at most: the k likeliest tokens of a row lie in k blocks.
+BLOCK = 64
+LOWEST_ID = 0x7FFFFFFF
 
 
 def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -193,7 +197,7 @@ def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.
     owned = (index >= 0) & (index < head.local_size)
     own = logits.gather(1, torch.where(owned, index, 0)[:, None]).float()
     value = torch.where(owned[:, None], own, -torch.inf)
-    likelihoods = same_bits.likelihoods if head.mode == "invariant" else _likelihoods
+    likelihoods = invariant_likelihoods if head.mode == "invariant" else _likelihoods
     value, total, top, ids = likelihoods(head, logits, value)
     at_least = (logits >= value).sum(dim=1, dtype=torch.float32)
     rank = all_gather(at_least[None], head.team, head.mode).sum(dim=0)
@@ -223,3 +227,46 @@ def _likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Ten
     top, order = top.transpose(0, 1).flatten(1).sort(dim=1, descending=True, stable=True)
     ids = ids.transpose(0, 1).flatten(1).gather(1, order)
     return value, total, top[:, :MOST_LOGPROBS], ids[:, :MOST_LOGPROBS]
+
+
+def invariant_likelihoods(
+    head: VocabParallelHead, logits: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The result of `_likelihoods`, whose bits depend on a row's logits alone, not on ranks or further rows.
+
+    logits  equal slices of the padded vocabulary, by rank
+    """
+    slices = SLICES // head.team.size
+    top, ids = likeliest(logits, head.start)
+    pairs = torch.stack((top, ids.float()), -1), torch.stack((value, value), -1)
+    parts = torch.cat((log_sums(logits, slices), *pairs), dim=1)
+    by_rank = all_gather(parts[None], head.team, head.mode).transpose(0, 1)
+    sums, pairs, value = by_rank.split((slices, top.shape[1], 1), dim=2)
+    top, ids = pairs.flatten(1, 2).unbind(-1)
+    place, ids = _greatest(ordered_keys(top), ids.long())
+    total = join_log_sums(sums.reshape(len(logits), SLICES, 2))
+    return value[..., 0].amax(dim=1), total[:, None], top.gather(1, place), ids
+
+
+def likeliest(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [B, k] fp32, token ids [B, k]) of the likeliest tokens of a rank.
+
+    Of equal ones the lowest id comes first. The k blocks with the greatest logits hold them, since blocks are in the order of
+    their ids. Every choice is among different integers, so no algorithm has a tie to break.
+    """
+    block = min(BLOCK, logits.shape[1] & -logits.shape[1])
+    blocks = logits.unflatten(1, (-1, block))
+    numbers = torch.arange(blocks.shape[1], device=logits.device)
+    _, chosen = _greatest(ordered_keys(blocks.amax(2)), numbers)
+    rows = blocks.gather(1, chosen[..., None].expand(-1, -1, block)).flatten(1).float()
+    ids = (chosen[..., None] * block + torch.arange(block, device=logits.device)).flatten(1) + start
+    place, ids = _greatest(ordered_keys(rows), ids)
+    return rows.gather(1, place), ids
+
+
+def _greatest(keys: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(places, ids) [B, k] of the greatest keys [B, n]; of equal ones the lowest id first."""
+    ids = ids.expand(keys.shape)
+    order = (keys.long() << 32) | (LOWEST_ID - ids)
+    place = order.topk(min(MOST_LOGPROBS, keys.shape[1]), dim=1).indices
+    return place, ids.gather(1, place)

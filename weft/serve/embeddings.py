@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from weft.arguments import check_choice, check_int, quoted
 from weft.engine.params import POOLINGS, Prompt, SamplingParams, as_prompts
-from weft.engine.pooling import unit_vector
 from weft.errors import CheckpointError
 from weft.models.files import read_object
 from weft.serve.app import CLIENT_LEFT, Service, check_model, check_pieces, read, unless_left
@@ -122,6 +122,13 @@ async def _vectors(service: Service, asked: AskedVectors, pooling: str, answer_i
 def _written(vector: bytes, asked: AskedVectors) -> list[float] | str:
     numbers = unit_vector(vector, asked.dimensions)
     return base64.b64encode(numbers.tobytes()).decode() if asked.encoding == "base64" else numbers.tolist()
+
+
+def unit_vector(vector: bytes, dimensions: int | None = None) -> numpy.ndarray:
+    """The first `dimensions` numbers of a vector, all if None, at length 1."""
+    numbers = numpy.frombuffer(vector, "<f4")[:dimensions]
+    length = float(numpy.linalg.norm(numbers.astype(numpy.float64)))
+    return (numbers / length if length > 0 else numbers).astype("<f4")
 
 
 def pooling_of(directory: Path | None) -> str:

@@ -47,7 +47,7 @@ BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace", "predict")
 # are read in one place.
 ALONGSIDE = {("tune", "bench"), ("predict", "bench")}
 # An engine that is asked to tune at its start loads the search, which measures with the harness.
-UPWARD = {("weft/engine/tuning.py", "tune")}
+UPWARD = {("weft/engine/engine.py", "tune")}
 
 ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")

@@ -13,7 +13,6 @@ from weft.bench.harness import meters
 from weft.bench.models.steps import TINY_CONFIG
 from weft.engine.config import EngineConfig
 from weft.engine.runner import Runner
-from weft.engine.tuning import search_passes
 from weft.models import Decoder
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
@@ -22,6 +21,7 @@ from weft.plan import searched, table
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.tune import search, timing, warm_search
+from weft.tune.engine_search import search_passes
 from weft.tune.warm_search import Pass
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")

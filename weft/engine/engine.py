@@ -41,7 +41,6 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
 from weft.engine.speculation.loading import load_draft
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
-from weft.engine.tuning import search
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -154,7 +153,7 @@ class Engine:
                 logger.warning(line)
         agree(team)  # on the measured constants of this GPU, before the first plan
         draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
-        searching = partial(search, config=config) if config.tune_seconds else None
+        searching = partial(_search, config=config) if config.tune_seconds else None
         self.batch = Batch(Runner(self.model, config, pipeline, draft, searching), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
@@ -409,6 +408,13 @@ def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
                 f"OWNER/NAME@REVISION"
             )
     return checkpoint
+
+
+def _search(runner: Runner, config: EngineConfig) -> None:
+    # weft.tune measures with weft.bench, both of which lie above the engine: loaded where a search is asked for.
+    from weft.tune.engine_search import search
+
+    search(runner, config)
 
 
 def check_model(model: object) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner import Runner
-from weft.engine.tuning import search_passes
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import PUBLISHED
 from weft.models.hub import find_checkpoint
 from weft.plan import searched
+from weft.tune.engine_search import search_passes
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from weft.engine.graphs import without_autograd
 from weft.layers import MoE
 from weft.runtime.logs import logger_of
+from weft.tune.warm_search import Mixture, Pass, Searched, warm_search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from weft.engine.config import EngineConfig
     from weft.engine.runner import Runner
     from weft.models import Decoder
-    from weft.tune.warm_search import Mixture, Pass, Searched
 
 logger = logger_of(__name__)
 
@@ -37,9 +37,6 @@ def search(runner: Runner, config: EngineConfig) -> Searched | None:
 
 def search_passes(runner: Runner, config: EngineConfig) -> Searched:
     """``search``, on virtual ranks too."""
-    # weft.tune measures with weft.bench, both of which lie above the engine: loaded where it is asked for.
-    from weft.tune.warm_search import warm_search
-
     folder = None if config.tune_cache is None else Path(config.tune_cache)
     passes = list(passes_of(runner, config.chunk_tokens))
     return warm_search(runner.team, passes, mixture_of(runner.model), seconds=config.tune_seconds, folder=folder)
@@ -47,8 +44,6 @@ def search_passes(runner: Runner, config: EngineConfig) -> Searched:
 
 def passes_of(runner: Runner, chunk_tokens: int) -> Iterator[Pass]:
     """Decode steps of all sizes, with drafts as configured, and prompts of up to ``chunk_tokens`` tokens."""
-    from weft.tune.warm_search import Pass
-
     for batch in runner.buckets:
         for size in runner.decode_sizes(batch):
             yield Pass(f"decode {size}", batch, partial(runner.run_empty, size))
@@ -64,8 +59,6 @@ def _prompt(runner: Runner, tokens: int) -> None:
 
 def mixture_of(model: Decoder) -> Mixture | None:
     """Sizes of the model's experts at a rank; None: it has none."""
-    from weft.tune.warm_search import Mixture
-
     mixtures = (layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE))
     if (moe := next(mixtures, None)) is None:
         return None

@@ -204,13 +204,10 @@ class DecodeGraph:
 
     def choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
         """Choose the slots' next tokens, by logits on the last stage, and advance their positions."""
-        choice = Choice(
-            temperature=rows_of(self.slots.temperature, slots),
-            top_p=rows_of(self.slots.top_p, slots),
-            top_k=rows_of(self.slots.top_k, slots),
-            min_p=rows_of(self.slots.min_p, slots),
-            seed=rows_of(self.slots.seed, slots),
-            position=self.next_positions(slots),
+        choice = Choice.of(
+            self.slots,
+            self.next_positions(slots),
+            lambda x: rows_of(x, slots),
             adjustments=self.adjustments,
             rows=slots,
         )

@@ -18,7 +18,7 @@ import torch
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.sampling import WIDTH, Choice
-from weft.engine.slots import DTYPES, SAMPLING, Adjustments, Entry
+from weft.engine.slots import Adjustments, Entry
 from weft.models.decoder import Tap
 from weft.ops import SequenceChunks, SequenceRanges
 from weft.ops.linear_attention.sequence_chunks import CHUNK
@@ -99,12 +99,9 @@ def prefill_eagerly(
     if not chunks:
         return Prefilled(tokens[:0], None, prompt_logprobs, vectors)
     params = [chunk.params for chunk in chunks]
-    choice = Choice(
-        **sampling_tensors(params, device),
-        position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
-        adjustments=adjustments,
-        rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
-    )
+    position = upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device)
+    rows = upload(torch.tensor([chunk.slot for chunk in chunks]), device)
+    choice = Choice.of_requests(params, position, adjustments=adjustments, rows=rows)
     chosen = pipeline.choose(logits, choice, joint_kind(params))
     return Prefilled(*chosen, prompt_logprobs, vectors)
 
@@ -183,12 +180,6 @@ def padded_pages(chunks: Sequence[PrefillChunk], device: torch.device) -> torch.
     width = max(len(chunk.pages) for chunk in chunks)
     rows = [chunk.pages + [0] * (width - len(chunk.pages)) for chunk in chunks]
     return upload(torch.tensor(rows, dtype=torch.int32), device)
-
-
-def sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
-    return {
-        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=DTYPES[name]), device) for name in SAMPLING
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,16 +317,7 @@ class StaticPrefill:
             adapters=now.adapters if self.model.adapters else None,
         )
         logits = self.pipeline.run([Pass(now.tokens, step, now.rows)], self.cache)
-        choice = Choice(
-            temperature=now.temperature,
-            top_p=now.top_p,
-            top_k=now.top_k,
-            min_p=now.min_p,
-            seed=now.seed,
-            position=now.lengths,
-            adjustments=adjustments,
-            rows=now.batch_slots,
-        )
+        choice = Choice.of(now, now.lengths, adjustments=adjustments, rows=now.batch_slots)
         chosen, logprobs = self.pipeline.choose(logits, choice, kind)
         self.chosen.copy_(chosen)
         if logprobs is not None:

@@ -17,18 +17,20 @@ fp32, which holds token ids exactly. As in vLLM they are the model's: before pen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft import ops
-from weft.engine.params import MOST_LOGPROBS, Kind
-from weft.engine.slots import Adjustments
+from weft.engine.params import MOST_LOGPROBS, Kind, SamplingParams
+from weft.engine.slots import DTYPES, SAMPLING, Adjustments
 from weft.kernels.slices import SLICES
 from weft.ops.vocab.log_sums import join_log_sums, log_sums
 from weft.ops.vocab.sample_argmax import gumbel_noise
 from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, ordered_keys
 from weft.parallel.vocabulary import VocabParallelHead, all_gather
+from weft.runtime.copying import upload
 
 _UNIT = 2.0**40  # mass of the most likely token; the masses of 2**18 tokens sum up below 2**63
 _KEY_BITS = 32
@@ -53,6 +55,37 @@ class Choice:
     position: torch.Tensor
     adjustments: Adjustments | None = None
     rows: slice | torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: object,
+        position: torch.Tensor,
+        pick: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        *,
+        adjustments: Adjustments | None = None,
+        rows: slice | torch.Tensor | None = None,
+    ) -> Choice:
+        """Choice by tensors that `given` has, such as Slots, by the names of the sampling parameters.
+
+        pick  gives the sequences' part of such a tensor
+        """
+        tensors = {name: pick(getattr(given, name)) for name in SAMPLING}
+        return cls(**tensors, position=position, adjustments=adjustments, rows=rows)
+
+    @classmethod
+    def of_requests(
+        cls,
+        params: Sequence[SamplingParams],
+        position: torch.Tensor,
+        *,
+        adjustments: Adjustments | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> Choice:
+        """Choice for a sequence of each of these requests."""
+        values = {name: torch.tensor([getattr(one, name) for one in params], dtype=DTYPES[name]) for name in SAMPLING}
+        tensors = {name: upload(x, position.device) for name, x in values.items()}
+        return cls(**tensors, position=position, adjustments=adjustments, rows=rows)
 
 
 def choose_tokens(
@@ -232,7 +265,7 @@ def _likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Ten
 def invariant_likelihoods(
     head: VocabParallelHead, logits: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The result of `_likelihoods`, whose bits depend on a row's logits alone, not on ranks or further rows.
+    """The result of `_likelihoods`, whose bits depend on the logits of a row alone.
 
     logits  equal slices of the padded vocabulary, by rank
     """

@@ -82,13 +82,5 @@ def choose_drafts(pipeline: Pipeline, slots: Slots, logits: Tensor, position: Te
 
     top_k, top_p and min_p are left to the verification.
     """
-    batch = len(position)
-    choice = Choice(
-        temperature=slots.temperature[:batch],
-        top_p=slots.top_p[:batch],
-        top_k=slots.top_k[:batch],
-        min_p=slots.min_p[:batch],
-        seed=slots.seed[:batch],
-        position=position,
-    )
+    choice = Choice.of(slots, position, lambda x: x[: len(position)])
     return pipeline.choose(logits, choice, Kind.SAMPLED)[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
-from weft.engine.prefill import PrefillChunk, padded_pages, sampling_tensors
+from weft.engine.prefill import PrefillChunk, padded_pages
 from weft.engine.sampling import Choice
 from weft.engine.slots import Slots
 from weft.engine.speculation.draft_model import choose_drafts
@@ -78,7 +78,7 @@ class HiddenDrafter:
         normed, states = self.head(tokens, self.hidden[places], step, self._cache, ends if having else None)
         if having:
             position = upload(torch.tensor([chunk.before + len(chunk.tokens) + 1 for chunk in having]), device)
-            choice = Choice(**sampling_tensors([chunk.params for chunk in having], device), position=position)
+            choice = Choice.of_requests([chunk.params for chunk in having], position)
             chosen, _ = self.pipeline.choose(self.head.logits(normed), choice, Kind.SAMPLED)
             self.first.index_copy_(0, slots, chosen)
             self.states.index_copy_(0, slots, states)

@@ -182,18 +182,8 @@ class VerifyGraph:
 
     def _choice(self, batch: int, position: Tensor, rows: int) -> Choice:
         """Sampling parameters of `rows` rows of each slot, for tokens at `position`."""
-        slots = self.graph.slots
 
         def of_rows(x: Tensor) -> Tensor:
             return x[:batch] if rows == 1 else x[:batch].repeat_interleave(rows)
 
-        return Choice(
-            temperature=of_rows(slots.temperature),
-            top_p=of_rows(slots.top_p),
-            top_k=of_rows(slots.top_k),
-            min_p=of_rows(slots.min_p),
-            seed=of_rows(slots.seed),
-            position=position,
-            adjustments=self.graph.adjustments,
-            rows=slice(batch),
-        )
+        return Choice.of(self.graph.slots, position, of_rows, adjustments=self.graph.adjustments, rows=slice(batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -220,35 +220,15 @@ class EngineFlags:
             if self.speculative_config is not None
             else None,
             tune=self.tune if self.tune_seconds is None else self.tune_seconds,
-            **{name: getattr(self, name) for name in PASSED_ON},
+            **{name: getattr(self, name) for name in passed_on()},
         )
         return config if self.plan is None else EngineConfig.of(config, {"plan": self.plan})
 
 
-# Flags that are options of the engine by the same names.
-PASSED_ON = (
-    "invariant",
-    "mode",
-    "max_batch",
-    "max_seq_len",
-    "chunk_tokens",
-    "page_size",
-    "memory_fraction",
-    "gpu_memory_utilization",
-    "cuda_graph",
-    "kv_cache_dtype",
-    "quantization",
-    "prefix_caching",
-    "state_snapshot_bytes",
-    "state_snapshot_tokens",
-    "context_parallel",
-    "pipeline_parallel",
-    "warm_up",
-    "warm_up_late",
-    "grammar_seconds",
-    "tune_cache",
-    "algorithm_cache",
-)
+def passed_on() -> list[str]:
+    """Flags that are options of the engine by the same names, with the same values."""
+    others = {"dtype", "expert_layout", "tune", "plan"}
+    return [one.name for one in fields(EngineFlags) if one.name in DEFAULTS and one.name not in others]
 
 
 class _Amount(ProgressColumn):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
 from weft.runtime.environment import coordinates, visible_gpus
+from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
@@ -76,8 +77,10 @@ class ServeFlags(EngineFlags):
     seed: Annotated[
         int | None, typer.Option(help="Of requests that send none, one after the other [default: another each time]")
     ] = None
-    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
-    max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
+    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = MAX_BODY_BYTES
+    max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = (
+        MAX_WAITING
+    )
     early_ranks: Annotated[
         bool,
         typer.Option(
@@ -93,7 +96,7 @@ class ServeFlags(EngineFlags):
         typer.Option(
             "--keep-alive", "--timeout-keep-alive", help="Seconds that a connection without a request stays open"
         ),
-    ] = 75
+    ] = KEEP_ALIVE
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
@@ -118,18 +121,15 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
     """Start the engine and serve it; `early`: processes for its ranks."""
     from weft.engine import AsyncLLM, EngineConfig
     from weft.serve.address import bound, url
-    from weft.serve.options import ServeOptions
 
     options = ServeOptions(
         model_name=flags.served_model_name or flags.model or "adder",
         api_key=api_key_of(flags.api_key, flags.api_key_file),
-        max_body_bytes=flags.max_body_bytes,
-        max_waiting=flags.max_waiting,
-        keep_alive=flags.keep_alive,
-        restart=flags.restart,
-        tool_call_parser=flags.tool_call_parser,
-        reasoning_parser=flags.reasoning_parser,
-        seed=flags.seed,
+        **{
+            one.name: getattr(flags, one.name)
+            for one in fields(ServeOptions)
+            if one.name not in ("model_name", "api_key")
+        },
     )
     config, model = flags.engine_config(), _model(flags)
     if flags.lora:

@@ -16,10 +16,10 @@ from typing import Any
 from weft.arguments import check_heap_bytes, quoted
 from weft.engine.answers import Completion, Load, Piece, join_pieces
 from weft.engine.config import EngineConfig, watchers_of
-from weft.engine.engine import Engine, check_model
+from weft.engine.engine import Engine
 from weft.engine.grammars import GrammarGuard
 from weft.engine.loop import Processes
-from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
+from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt
 from weft.engine.ranks import Placement, VirtualRanks
 from weft.engine.text import ChatTemplate, Message
 from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer
@@ -113,22 +113,17 @@ class AsyncLLM:
         early: EarlyProcesses | None = None,
         **options: object,
     ) -> None:
-        check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        if config.plan is not None:
-            world_size = config.plan.check_world_size(world_size)
-        placed = Placement.of(model, world_size, device, config.mode)
+        placed = Placement.of(model, world_size, device, config)
         if placed.torchrun:
             raise WeftError("AsyncLLM starts a process per GPU itself; run it without torchrun")
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
         self.config, self.max_seq_len = config, config.max_seq_len or placed.longest
-        self.defaults, self.tokenizer = SamplingParams(), None
-        if self.directory is not None:
-            self.defaults = sampling_defaults(Checkpoint(self.directory))
-            if has_tokenizer(self.directory):
-                self.tokenizer = load_tokenizer(self.directory)
-                self._reader = PromptReader(self.tokenizer, self.max_seq_len)
+        self.defaults, self.tokenizer = placed.defaults, None
+        if self.directory is not None and has_tokenizer(self.directory):
+            self.tokenizer = load_tokenizer(self.directory)
+            self._reader = PromptReader(self.tokenizer, self.max_seq_len)
         self.load, self.error = Load(), None
         self._template: ChatTemplate | None = None
         self._guard: GrammarGuard | None = None  # once a request has a grammar

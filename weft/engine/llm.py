@@ -15,15 +15,14 @@ from tokenizers import Tokenizer
 from weft.arguments import check_heap_bytes, quoted
 from weft.engine.answers import Completion, Piece, Stats, join_pieces
 from weft.engine.config import EngineConfig, watchers_of
-from weft.engine.engine import Engine, check_model
-from weft.engine.loop import Command, Processes, check_process
-from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
+from weft.engine.engine import Engine
+from weft.engine.loop import Command, Processes, check_process, llm_closed
+from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each
 from weft.engine.ranks import Placement, VirtualRanks
 from weft.engine.text import ChatTemplate, Message, prompt_of
 from weft.engine.tokenizer import load_tokenizer
-from weft.errors import WeftError
 from weft.models import DecoderConfig
-from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.checkpoint import Progress
 from weft.runtime.launch import launch
 from weft.runtime.team.team import Team, init
 
@@ -150,14 +149,11 @@ class LLM:
         config: EngineConfig | None = None,
         **options: object,
     ) -> None:
-        check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        if config.plan is not None:
-            world_size = config.plan.check_world_size(world_size)
-        placed = Placement.of(model, world_size, device, config.mode)
+        placed = Placement.of(model, world_size, device, config)
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
-        self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
+        self.defaults = placed.defaults
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         self._engine: Engine | None = None  # under torchrun, of this rank
@@ -232,7 +228,7 @@ class LLM:
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Generator[Piece, None, None]:
         if self._closed:
-            raise WeftError("this LLM is closed; make a new one")
+            raise llm_closed()
         if params is None or isinstance(params, SamplingParams):
             params = one_each(params or self.defaults, len(prompts))
         elif not isinstance(params, Sequence):

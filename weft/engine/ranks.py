@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.arguments import check_choice, check_optional, check_virtual_ranks, positive, shortened
-from weft.engine.config import Watchers
+from weft.engine.config import EngineConfig, Watchers
+from weft.engine.engine import check_model
 from weft.engine.loop import Command, Make, ParentClosed, RequestLoop, Take, check_process, llm_closed
+from weft.engine.params import SamplingParams, sampling_defaults
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models import DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -49,11 +51,18 @@ class Placement:
 
     @classmethod
     def of(
-        cls, model: str | PathLike[str] | DecoderConfig | None, world_size: int | None, device: str, mode: Mode
+        cls,
+        model: str | PathLike[str] | DecoderConfig | None,
+        world_size: int | None,
+        device: str,
+        config: EngineConfig,
     ) -> Placement:
         """Placement by the arguments of LLM, whose docstring has the rules and the errors."""
+        check_model(model)
         check_choice("device", device, DEVICES)
         world_size = check_optional(positive, "world_size", world_size)
+        if config.plan is not None:
+            world_size = config.plan.check_world_size(world_size)
         started = coordinates() if device != "sim" else None
         if started is not None and world_size not in (None, started.world_size):
             raise ValueError(
@@ -71,7 +80,7 @@ class Placement:
         if simulated:
             check_virtual_ranks("world_size", world_size)
             too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
-            _check_virtual(source, mode, too_few if device == "auto" and gpus else "run it on GPUs")
+            _check_virtual(source, config.mode, too_few if device == "auto" and gpus else "run it on GPUs")
         elif not 0 < world_size <= gpus:
             raise NotEnoughGPUs(world_size or 1, gpus)
         return cls(source=source, world_size=world_size, device="sim" if simulated else "cuda", torchrun=False)
@@ -80,6 +89,11 @@ class Placement:
     def directory(self) -> Path | None:
         """Directory of the checkpoint; None for random weights."""
         return None if isinstance(self.source, DecoderConfig) else self.source
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Sampling parameters of the checkpoint."""
+        return SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
 
     @property
     def longest(self) -> int:

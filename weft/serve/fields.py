@@ -20,27 +20,13 @@ MOST_STRINGS, MOST_CHARACTERS = 128, 8192
 
 # Field of a request: parameter of SamplingParams.
 SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "allowed_token_ids": "allowed_token_ids",
-    "bad_words": "bad_words",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "include_stop_str_in_output": "include_stop_str_in_output",
-    "skip_special_tokens": "skip_special_tokens",
-    "cache_salt": "cache_salt",
-}
+    name: name
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+        "allowed_token_ids", "bad_words", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",
+        "include_stop_str_in_output", "skip_special_tokens", "cache_salt",
+    )
+} | {"max_completion_tokens": "max_tokens"}  # fmt: skip
 # Fields that this server reads itself.
 OF_BOTH = (
     "model", "n", "stream", "stream_options", "return_token_ids", "logprobs", "response_format", "structured_outputs"

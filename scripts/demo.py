@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 
 import weft
-from weft.engine.tokenizer import load_tokenizer
 from weft.layers import MODES
 from weft.models import Decoder
 from weft.models.builtin import PATHS
@@ -21,6 +20,7 @@ from weft.parallel import plain
 from weft.parallel.recipe import StepPlan
 from weft.parallel.reference import Reference
 from weft.parallel.tensors import MoEWeights
+from weft.text.tokenizer import load_tokenizer
 
 PROMPT = "123+456="
 SUM = "579"

@@ -25,6 +25,7 @@ LAYERS = (
     "console",
     "serve",
     "engine",
+    "text",
     "models",
     "layers",
     "parallel",

@@ -92,6 +92,27 @@ def check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name}={quoted(value)} is not one of {listed}{did_you_mean(value, choices)}")
 
 
+def check_utf_8(name: str, text: str) -> None:
+    """ValueError for half of a surrogate pair, which JSON can hold and a tokenizer cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
+
+
+def strings_of(name: str, value: object) -> tuple[str, ...]:
+    """The value, a string or strings, as a tuple. ValueError for other types, and for an empty string."""
+    value = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name}={quoted(value)} is not a string or a list of strings")
+    value = tuple(value)
+    if not all(isinstance(one, str) and one for one in value):
+        raise ValueError(f"{name}={quoted(value)} holds something that is not a non-empty string")
+    for one in value:
+        check_utf_8(name, one)
+    return tuple(map(str, value))
+
+
 def check_callable(name: str, value: object, called: str) -> None:
     """ValueError unless the value can be called; `called` shows the call."""
     if not callable(value):

@@ -6,8 +6,8 @@ import json
 import jinja2
 import pytest
 
-from weft.engine.text import ChatTemplate
 from weft.errors import CheckpointError
+from weft.text.chat import ChatTemplate
 
 TEMPLATE = """{%- if tools %}
     {{- 'tools: ' + tools | tojson }}

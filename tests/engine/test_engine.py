@@ -17,9 +17,9 @@ from weft.engine.answers import join_pieces
 from weft.engine.graphs import Graphs
 from weft.engine.params import Kind, as_prompts
 from weft.engine.prompts import Shape
-from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
+from weft.text.tokenizer import load_tokenizer
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
 

@@ -10,12 +10,13 @@ import pytest
 
 import weft
 from tests.limits import ANSWER
-from weft.engine import AsyncLLM, Engine, SamplingParams, grammars
+from weft.engine import AsyncLLM, Engine, SamplingParams
 from weft.engine import StructuredOutputsParams as Structured
-from weft.engine.grammars import GrammarGuard, Guides, refusal
-from weft.engine.tokenizer import load_tokenizer
-from weft.engine.untrusted import RANK_STACK, TRIAL_STACK
 from weft.models.builtin import PATH as BUILTIN
+from weft.text import grammars
+from weft.text.grammars import GrammarGuard, Guides, refusal
+from weft.text.tokenizer import load_tokenizer
+from weft.text.untrusted import RANK_STACK, TRIAL_STACK
 
 pytest.importorskip("llguidance")
 GOOD = Structured(regex="[7-9]{3}")

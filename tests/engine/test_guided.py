@@ -11,16 +11,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 import weft
 from tests.engine.test_adjustments import over_ranks
 from tests.engine.test_engine import PROMPTS
-from weft.engine import Engine, SamplingParams, grammars
+from weft.engine import Engine, SamplingParams
 from weft.engine import StructuredOutputsParams as Structured
 from weft.engine.answers import join_pieces
-from weft.engine.grammars import Guides
 from weft.engine.graphs import FORWARD, Graphs
 from weft.engine.params import joint_kind
 from weft.engine.prompts import Shape
 from weft.engine.slots import Adjusted, Entry
-from weft.engine.tokenizer import load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
+from weft.text import grammars
+from weft.text.grammars import Guides
+from weft.text.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance")
 SCHEMA = {

@@ -27,10 +27,10 @@ from weft.engine.answers import join_pieces
 from weft.engine.batch import Batch
 from weft.engine.llm import Calls
 from weft.engine.ranks import VirtualRanks
-from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, NotEnoughGPUs, WeftError
 from weft.models import Qwen3Config
 from weft.models.config import check_simulable
+from weft.text.tokenizer import load_tokenizer
 
 PROMPTS = ["a prompt", "x"]
 

@@ -5,9 +5,9 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from weft.engine import tokenizer as tokenizer_module
-from weft.engine.tokenizer import PromptReader, TokenBound, load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
+from weft.text import tokenizer as tokenizer_module
+from weft.text.tokenizer import PromptReader, TokenBound, load_tokenizer
 
 CORPUS = [
     "the weft is the thread that is drawn through the warp    (123) 4567",

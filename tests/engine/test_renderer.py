@@ -13,10 +13,10 @@ import numpy
 import pytest
 
 from tests.limits import ANSWER
-from weft.engine import text as module
-from weft.engine.text import ChatTemplate, Renderer, RenderError, as_json
 from weft.errors import WeftError
 from weft.runtime import limited_process
+from weft.text import chat as module
+from weft.text.chat import ChatTemplate, Renderer, RenderError, as_json
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -8,7 +8,7 @@ from tokenizers import decoders
 from tests.engine.test_prompt_length import of_bytes
 from weft.engine import SamplingParams
 from weft.engine.params import MOST_BAD_WORDS, MOST_CHARACTERS, MOST_STOPS
-from weft.engine.text import StopStrings, TextStream, token_texts
+from weft.text.stream import StopStrings, TextStream, token_texts
 
 
 def searched(text, stop, keep_stop):

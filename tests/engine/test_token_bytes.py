@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from weft.engine.tokenizer import BYTE_OF, TokenBytes
+from weft.text.tokenizer import BYTE_OF, TokenBytes
 
 TEXT = "héllo wörld, 语言 is 🙂 fine"
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from weft.engine.text import TextStream, token_texts
-from weft.engine.tokenizer import load_tokenizer, spellings, token_ids_of
 from weft.errors import CheckpointError
+from weft.text.stream import TextStream, token_texts
+from weft.text.tokenizer import load_tokenizer, spellings, token_ids_of
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from scripts.train_builtin import (
     make_batch,
 )
 from tests.documents import ROOT
-from weft.engine.text import ChatTemplate, prompt_of
-from weft.engine.tokenizer import load_tokenizer, token_ids_of
 from weft.models.builtin import PATH, PATHS
+from weft.text.chat import ChatTemplate, prompt_of
+from weft.text.tokenizer import load_tokenizer, token_ids_of
 
 REPORTS = {name: json.loads((path / "accuracy.json").read_text()) for name, path in PATHS.items()}
 SEED = REPORTS["adder"]["config"]["seed"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weft.engine.text import ChatTemplate
-from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint
 from weft.parallel.sharding import Shard
+from weft.text.chat import ChatTemplate
+from weft.text.tokenizer import load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 

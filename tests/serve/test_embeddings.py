@@ -17,7 +17,7 @@ def expected():
     """Normed outputs of the last layer, by text, from transformers in fp32."""
     import transformers
 
-    from weft.engine.tokenizer import load_tokenizer
+    from weft.text.tokenizer import load_tokenizer
 
     model = transformers.AutoModel.from_pretrained(PATH, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(PATH)

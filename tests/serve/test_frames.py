@@ -6,10 +6,10 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from weft.engine.untrusted import compile_grammar, read_tokenizer
 from weft.serve.parsing import SPECIAL_MARKS, Parser
 from weft.serve.parsing.frames import CHANNEL, FRAMES, Thinking, Tokens, grammar_of
 from weft.serve.parsing.reasoning import HARMONY, MARKS
+from weft.text.untrusted import compile_grammar, read_tokenizer
 
 CALLS = {
     "get.weather": {

@@ -12,9 +12,9 @@ import pytest
 from tests.engine.test_grammar_guard import chain
 from tests.limits import ANSWER
 from tests.serve.conftest import until
-from weft.engine.tokenizer import TokenBound
 from weft.runtime.limited_process import LimitedProcess, ProcessFailed
 from weft.serve.fields import MOST_CHARACTERS, MOST_STRINGS
+from weft.text.tokenizer import TokenBound
 
 ROOT = Path(__file__).parent.parent.parent
 MILLION = "1" * (1 << 20)

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models
 from tests.engine.test_token_bytes import byte_fallback, byte_level
 from weft.engine.answers import Answer, Logprob, Piece
 from weft.engine.params import MOST_LOGPROBS, SamplingParams
-from weft.engine.text import TextStream, token_texts
-from weft.engine.tokenizer import TokenBytes
 from weft.serve.app import as_json
 from weft.serve.logprobs import LEAST, of_chat, of_completion
+from weft.text.stream import TextStream, token_texts
+from weft.text.tokenizer import TokenBytes
 
 
 def row(token, *others):

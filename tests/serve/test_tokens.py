@@ -70,8 +70,8 @@ def test_a_model_without_a_tokenizer_has_no_text_and_without_a_template_no_conve
     import httpx
 
     from weft.engine import Load
-    from weft.engine.text import ChatTemplate
     from weft.serve import app, routes
+    from weft.text.chat import ChatTemplate
 
     config = SimpleNamespace(lora=None)
     llm = SimpleNamespace(tokenizer=None, directory=None, error=None, load=Load(), max_seq_len=64, config=config)

@@ -167,8 +167,8 @@ def _inputs(
     flags: GenerateFlags, model: Path | DecoderConfig | None
 ) -> tuple[list[str] | list[list[int]], list[str] | None]:
     """Prompts, and the text to print before each answer; None: token ids are printed."""
-    from weft.engine.tokenizer import has_tokenizer
     from weft.models import DecoderConfig
+    from weft.text.tokenizer import has_tokenizer
 
     text = flags.stop or not flags.prompt_token_ids
     if text and isinstance(model, Path) and not has_tokenizer(model):
@@ -250,10 +250,10 @@ def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
 
 
 def _as_chat(prompts: list[str], model: Path | None) -> list[list[int]]:
-    from weft.engine.text import ChatTemplate, prompt_of
-    from weft.engine.tokenizer import load_tokenizer
     from weft.models import Checkpoint
     from weft.models.builtin import PATH
+    from weft.text.chat import ChatTemplate, prompt_of
+    from weft.text.tokenizer import load_tokenizer
 
     directory = Checkpoint(model or PATH).directory
     template, tokenizer = ChatTemplate(directory), load_tokenizer(directory)

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
     from weft.engine.llm import LLM
-    from weft.engine.params import SamplingParams, StructuredOutputsParams
+    from weft.engine.params import SamplingParams
     from weft.engine.runner import Runner
     from weft.engine.speculation.options import SpeculativeConfig
+    from weft.text.structure import StructuredOutputsParams
 
 # Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
 _MODULES = {
@@ -30,7 +31,7 @@ _MODULES = {
     "SamplingParams": "params",
     "SpeculativeConfig": "speculation.options",
     "Stats": "answers",
-    "StructuredOutputsParams": "params",
+    "StructuredOutputsParams": "params",  # of weft.text.structure
 }
 __all__ = [
     "AsyncLLM", "Completion", "Engine", "EngineConfig", "Fault", "LLM", "Load", "Piece", "Request", "Runner",

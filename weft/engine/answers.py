@@ -14,16 +14,16 @@ from tokenizers import Tokenizer
 
 from weft.arguments import quoted
 from weft.engine.config import EngineConfig
-from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
 from weft.engine.slots import Adjusted
 from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
-from weft.engine.text import StopStrings, TextStream, TokenTexts, token_texts
-from weft.engine.tokenizer import PromptReader, check_room, spellings
 from weft.ops.vocab.sample_argmax import EXCLUDED
 from weft.runtime.codec import exchangeable
+from weft.text.grammars import GrammarGuard, Guides, TeamGuard
+from weft.text.stream import StopStrings, TextStream, TokenTexts, token_texts
+from weft.text.tokenizer import PromptReader, check_room, spellings
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

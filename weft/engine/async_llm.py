@@ -17,16 +17,17 @@ from weft.arguments import check_heap_bytes, quoted
 from weft.engine.answers import Completion, Load, Piece, join_pieces
 from weft.engine.config import EngineConfig, watchers_of
 from weft.engine.engine import Engine
-from weft.engine.grammars import GrammarGuard
 from weft.engine.loop import Processes
-from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt
+from weft.engine.params import Prompt, SamplingParams, check_prompt
 from weft.engine.ranks import Placement, VirtualRanks
-from weft.engine.text import ChatTemplate, Message
-from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.runtime.early import EarlyProcesses
+from weft.text.chat import ChatTemplate, Message
+from weft.text.grammars import GrammarGuard
+from weft.text.structure import StructuredOutputsParams
+from weft.text.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer
 
 
 class TokenIds(list[int]):

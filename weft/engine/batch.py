@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.grammars import Guide
 from weft.engine.kv_cache import Decoding, PagePool, Sequence, SequenceRange
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
@@ -19,6 +18,7 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.slots import Entry, SlotState
 from weft.engine.snapshots import Snapshots
 from weft.engine.speculation.drafting import DraftLength, Speculation
+from weft.text.grammars import Guide
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,6 @@ from weft.engine.params import (
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
 from weft.engine.speculation.loading import load_draft
-from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -52,6 +51,7 @@ from weft.ops import warm_up
 from weft.runtime.codec import encode
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
+from weft.text.tokenizer import has_tokenizer, load_tokenizer
 
 MAX_POSITIONS = 1 << 24
 logger = logger_of(__name__)
@@ -259,7 +259,7 @@ class Engine:
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Have a request's grammar compiled in a thread; until the future is done, `submit` would wait for it.
 
-        The caller has tried it (weft.engine.grammars). Collective, as `submit`. None: the request has none, or `submit`
+        The caller has tried it (weft.text.grammars). Collective, as `submit`. None: the request has none, or `submit`
         will refuse it.
         """
         return self.requests.prepare(params)

@@ -19,12 +19,12 @@ from weft.engine.engine import Engine
 from weft.engine.loop import Command, Processes, check_process, llm_closed
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each
 from weft.engine.ranks import Placement, VirtualRanks
-from weft.engine.text import ChatTemplate, Message, prompt_of
-from weft.engine.tokenizer import load_tokenizer
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Progress
 from weft.runtime.launch import launch
 from weft.runtime.team.team import Team, init
+from weft.text.chat import ChatTemplate, Message, prompt_of
+from weft.text.tokenizer import load_tokenizer
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
 Pieces = Generator[Piece, None, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
@@ -10,7 +9,6 @@ from enum import IntFlag
 from functools import partial, reduce
 from numbers import Integral, Real
 from operator import or_
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import (
@@ -20,12 +18,15 @@ from weft.arguments import (
     check_int,
     check_number,
     check_optional,
+    check_utf_8,
     is_integer,
     positive,
     quoted,
+    strings_of,
 )
 from weft.errors import CheckpointError
 from weft.runtime.codec import exchangeable
+from weft.text.structure import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from weft.models.checkpoint import Checkpoint
@@ -64,42 +65,6 @@ class Kind(IntFlag):
     ADJUSTED = 8
     LOGPROBS = 16
     GUIDED = 32
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
-    """Structure that an answer has: one of these. ValueError for none, several or an invalid value.
-
-    json         JSON schema, as text or a dict
-    regex        regular expression that the whole answer matches, without look-around and back-references
-    choice       texts, of which the answer is one
-    grammar      context-free grammar, in Lark's syntax or GBNF (llama.cpp's)
-    json_object  True: any JSON object
-    """
-
-    json: str | dict[str, Any] | None = field(default=None, hash=False)
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    def __post_init__(self) -> None:
-        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"structured_outputs has {' and '.join(given) or 'nothing'}; pass one of {_listed(self)}")
-        [name] = given
-        plain = {"json": _json, "choice": _choice, "json_object": _only_true}.get(name, partial(_instance, str, "text"))
-        object.__setattr__(self, name, plain(name, getattr(self, name)))
-
-    @property
-    def grammar_text(self) -> tuple[str, str]:
-        """Kind of grammar and its text, as llguidance names and takes them."""
-        if self.json is not None or self.json_object:
-            return "json_schema", self.json or '{"type": "object"}'
-        if self.choice is not None:
-            return "choice", json.dumps(self.choice)
-        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar)
 
 
 @exchangeable
@@ -214,7 +179,7 @@ class SamplingParams:
         """These parameters with changes by name; None: no change. TypeError for an unknown name."""
         known = [one.name for one in fields(self)]
         if unknown := next((name for name in options if name not in known), None):
-            raise TypeError(f"{unknown}= is not a sampling parameter; they are {_listed(self)}")
+            raise TypeError(f"{unknown}= is not a sampling parameter; they are {', '.join(known)}")
         return replace(self, **{name: value for name, value in options.items() if value is not None})
 
 
@@ -229,31 +194,6 @@ def difference(one: object, other: object) -> str:
         return quoted(one)
     names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
     return f"SamplingParams({', '.join(f'{name}={quoted(getattr(one, name))}' for name in names)})"
-
-
-def _listed(params: SamplingParams | StructuredOutputsParams) -> str:
-    return ", ".join(one.name for one in fields(params))
-
-
-def _check_utf_8(name: str, text: str) -> None:
-    """ValueError for half of a surrogate pair, which JSON can hold and a tokenizer cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
-
-
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    """The value, a string or strings, as a tuple. ValueError for other types, and for an empty string."""
-    value = (value,) if isinstance(value, str) else () if value is None else value
-    if not isinstance(value, Iterable):
-        raise ValueError(f"{name}={quoted(value)} is not a string or a list of strings")
-    value = tuple(value)
-    if not all(isinstance(one, str) and one for one in value):
-        raise ValueError(f"{name}={quoted(value)} holds something that is not a non-empty string")
-    for one in value:
-        _check_utf_8(name, one)
-    return tuple(map(str, value))
 
 
 def check_strings(name: str, strings: Sequence[str], most: int, characters: int) -> None:
@@ -282,7 +222,7 @@ def _allowed(name: str, value: object) -> tuple[int, ...] | None:
 
 def _bounded(most: int, name: str, value: object) -> tuple[str, ...]:
     """At most `most` strings."""
-    strings = _strings(name, value)
+    strings = strings_of(name, value)
     check_strings(name, strings, most, MOST_CHARACTERS)
     return strings
 
@@ -312,41 +252,15 @@ def _checked(check: Callable[[str, object], None], name: str, value: bool) -> bo
     return value
 
 
-def _instance(kind: type | tuple[type, ...], rule: str, name: str, value: object) -> Any:
-    check_instance(name, value, kind, rule)
-    return value
+def _is_structure(name: str, value: object) -> None:
+    check_instance(name, value, StructuredOutputsParams, "a StructuredOutputsParams, or None")
 
 
 def _salt(name: str, value: object) -> str | None:
     if value is not None:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}={quoted(value)} is not a non-empty string, or None")
-        _check_utf_8(name, value)
-    return value
-
-
-def _json(name: str, value: object) -> str:
-    """A JSON schema as text, from text or a dict."""
-    if not isinstance(value, Mapping):
-        check_instance(name, value, str, "text")
-    try:
-        if isinstance(value, str):
-            json.loads(value)
-            return value
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name}={quoted(value)} is not a JSON schema: {error}") from None
-
-
-def _choice(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not (choice := _strings(name, value)):
-        raise ValueError(f"{name}={quoted(value)} is not a list of texts")
-    return choice
-
-
-def _only_true(name: str, value: object) -> bool:
-    if value is not True:
-        raise ValueError(f"{name}={quoted(value)} is not True; leave it out")
+        check_utf_8(name, value)
     return value
 
 
@@ -368,7 +282,7 @@ _PLAIN: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": lambda name, value: () if value is None else _token_ids(name, value),
     "allowed_token_ids": _allowed,
     "logit_bias": _logit_bias,
-    "structured_outputs": partial(_instance, (StructuredOutputsParams, NoneType), "a StructuredOutputsParams, or None"),
+    "structured_outputs": partial(_checked, partial(check_optional, _is_structure)),
     "max_tokens": partial(check_optional, positive),
     "min_tokens": partial(check_int, low=0),
     "n": partial(check_int, low=1, high=MOST_ANSWERS),
@@ -440,7 +354,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def check_prompt(name: str, prompt: Prompt) -> None:
     """ValueError unless it is text or a sequence of token ids, which bytes and booleans are not."""
     if isinstance(prompt, str):
-        _check_utf_8(name, prompt)
+        check_utf_8(name, prompt)
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")

@@ -6,7 +6,7 @@ In vLLM's order, for each token id of a row:
 
     x = logit + bias                              logit_bias; -inf for a token outside allowed_token_ids
     x = -inf                                      if it would complete one of bad_words, or end the answer before min_tokens, or
-                                                  if a grammar does not allow it (weft.engine.grammars)
+                                                  if a grammar does not allow it (weft.text.grammars)
     x = x / r if x > 0 else x * r                 r: repetition_penalty, if prompt or answer have the token
     x = x - f * count - p * (count > 0)           f, p: frequency_penalty, presence_penalty; count: in the answer
 
@@ -27,13 +27,13 @@ import torch
 
 from weft import ops
 from weft.arguments import quoted
-from weft.engine.grammars import Guide
 from weft.engine.params import MOST_BAD_WORDS, SamplingParams
 from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adjusted
 from weft.ops.vocab.note_tokens import note
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
+from weft.text.grammars import Guide
 
 # Fields of a slot that are one number.
 DTYPES = {
@@ -303,7 +303,7 @@ class Adjustments:
             row.recent[-len(last) :] = self._upload(last, torch.int64)
 
     def allow(self, masks: Mapping[int, torch.Tensor], state: torch.Tensor | None = None) -> None:
-        """Set the tokens that the next choice for these slots may give: a mask of weft.engine.grammars each.
+        """Set the tokens that the next choice for these slots may give: a mask of weft.text.grammars each.
 
         state  like ``state.allowed``, and set in its place; None: that
         """

@@ -19,7 +19,6 @@ from weft.arguments import quoted, shortened
 from weft.engine.answers import Piece
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.params import SamplingParams, derived
-from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs
@@ -32,6 +31,7 @@ from weft.serve.metrics import Metrics
 from weft.serve.options import ServeOptions
 from weft.serve.parsing.reading import Delta
 from weft.serve.reply import Reply, delta_of, message_of
+from weft.text.tokenizer import TokenBytes
 
 LONG_BODY_BYTES = 1 << 16
 # Between the seeds of two requests: odd, unlike the strides between prompts and between answers of one.

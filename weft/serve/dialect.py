@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from weft.engine.params import SamplingParams, StructuredOutputsParams
-from weft.engine.text import template_sources
+from weft.engine.params import SamplingParams
 from weft.errors import CheckpointError
 from weft.serve.checks import BadField
 from weft.serve.fields import Asked
@@ -21,6 +20,8 @@ from weft.serve.parsing.frames import CHANNEL, FRAMES, Frame, Thinking, Tokens, 
 from weft.serve.parsing.reasoning import HARMONY, is_closed, is_open
 from weft.serve.reply import Reply
 from weft.serve.tools import Tools
+from weft.text.chat import template_sources
+from weft.text.structure import StructuredOutputsParams
 
 # Tokens at the end of a prompt that say whether it begins or ends reasoning.
 PROMPT_END = 16

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from weft.engine.answers import Piece
 from weft.engine.params import Prompt, SamplingParams
-from weft.engine.text import TextStream, token_texts
-from weft.engine.tokenizer import TokenBytes
 from weft.serve import logprobs
+from weft.text.stream import TextStream, token_texts
+from weft.text.tokenizer import TokenBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.arguments import check_bool, check_int, is_integer, quoted, shortened
-from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts, check_strings
+from weft.engine.params import Prompt, SamplingParams, as_prompts, check_strings
 from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
 from weft.serve.conversation import messages_of
 from weft.serve.tools import Tools
+from weft.text.structure import StructuredOutputsParams
 
 # OpenAI's.
 MOST_CHOICES = 128

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.engine.answers import Piece
-from weft.engine.tokenizer import TokenBytes
+from weft.text.tokenizer import TokenBytes
 
 # JSON has no infinity; vLLM sends this too.
 LEAST = -9999.0

@@ -9,9 +9,9 @@ from typing import Any
 
 from weft.arguments import check_int, quoted, shortened
 from weft.engine.params import SamplingParams
-from weft.engine.text import as_json
 from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
 from weft.serve.fields import NOT_OF_THE_MODEL, SAMPLING, Asked
+from weft.text.chat import as_json
 
 # Fields that a conversation has by the same name; sampling parameters beside OpenAI's, as of vLLM.
 AS_OF_CHAT = {

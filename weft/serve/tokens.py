@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from weft.arguments import check_bool, quoted
 from weft.engine.params import check_prompt
-from weft.engine.tokenizer import token_ids_of
 from weft.serve.app import ApiError, Service, check_model, read
 from weft.serve.checks import BadField, a_text, an_object, checked, given_among
 from weft.serve.fields import messages_of
+from weft.text.tokenizer import token_ids_of
 
 OF_TEXT = ("model", "prompt", "add_special_tokens", "return_token_strs")
 OF_CONVERSATION = ("model", "messages", "chat_template_kwargs", "return_token_strs")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.arguments import quoted
-from weft.engine.text import MAX_DEPTH, as_json
 from weft.serve.checks import JSON_TYPES, BadField
+from weft.text.chat import MAX_DEPTH, as_json
 
 # OpenAI takes 128; further ones cost the prompt's room.
 MOST_TOOLS = 512

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.eagle3 import Eagle3, Eagle3Config
 from weft.models.mtp import Mtp
+from weft.text.tokenizer import has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from weft.engine.params import StructuredOutputsParams
 from weft.serve.parsing.reasoning import Marks
+from weft.text.structure import StructuredOutputsParams
 
 # Separators as Python's json and the templates' filter tojson write them: a model that may write any blanks may write no end.
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}

@@ -27,10 +27,10 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import shortened
-from weft.engine.params import StructuredOutputsParams
-from weft.engine.untrusted import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.limited_process import LimitedProcess, ProcessFailed
+from weft.text.structure import StructuredOutputsParams
+from weft.text.untrusted import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,0 +1,1 @@
+"""Texts as tokens: tokenizers, chat templates, stop strings, grammars. It knows no engine."""

@@ -1,6 +1,7 @@
 """Experts with fp8 weights: forms of scales, rows written in fp8, planted mistakes, refused arguments, machine code."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from weft.ops.case import BF16, FP16, agreed
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.cases import quantized_experts
-from weft.ops.moe.grouped.gemms import GroupedCall
+from weft.ops.moe.grouped.gemms import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts
 from weft.ops.op import find_op
@@ -324,6 +325,8 @@ def test_the_plan_names_tiles_of_fp8():
         call = GroupedCall(block, pairs, 768, 2048, BF16, True, block_fp8=True)
         # All of a scale's 128 columns are in a tile.
         assert grouped_tiles_for(call, H200, gated=True).block_n == 256
+        in_16_bits, in_fp8 = (grouped_tiles_for(call._replace(written=w), H200, gated=True) for w in (False, True))
+        assert in_16_bits.num_stages - in_fp8.num_stages == (block >= 64)
 
 
 def test_the_plan_of_rows_that_are_gathered():
@@ -355,3 +358,21 @@ def test_on_sm_90_by_fp8_instructions_from_shared_memory(block, pairs, columns, 
         assert kernel.metadata.shared <= SHARED["sm_90"]
         # Two registers of the largest tile, once a tile.
         assert stack_bytes(kernel, tmp_path) <= (8 if gated and block == 128 else 0)
+
+
+def test_a_result_of_16_bits_has_the_stages_with_which_its_loop_spills_little(tmp_path):
+    kernel = built_grouped("sm_90", 128, True, True, experts_fp8=128, pairs=32768, wide=True)
+    assert stack_bytes(kernel, tmp_path) <= 16 and kernel.metadata.shared <= SHARED["sm_90"]
+
+
+def test_rows_of_tables_whose_tiles_would_cut_a_scale_do_not_decide_where_results_are_in_fp8(monkeypatch):
+    for name, kind, W in (("grouped_matmul_silu_mul", "tiles", 1), ("all_gather_grouped_matmul_silu_mul", "fused", 2)):
+        op, here = find_op(name), machine(H200, W)
+        call, tiles = op.call_of((4096, 8, 128, 768, 2048), BF16, here, block_fp8=True), GroupedTiles(block_n=128)
+        held = () if W == 1 else (call.held,)
+        gemm = call if W == 1 else call.gemm(here)
+        row = SimpleNamespace(design=kind, shape=(gemm.pairs, gemm.block, *held, 768, 2048))
+        monkeypatch.setattr(op, "row_for", lambda *_, row=row: SimpleNamespace(row=row, reason=""))
+        design = tiles if W == 1 else op.designs[kind](tiles=tiles)
+        monkeypatch.setattr(op, "from_row", lambda *_, design=design: design)
+        assert op.tuned(call, here).row is row and op.tuned(call._replace(written=True), here) is None

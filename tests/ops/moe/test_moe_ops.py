@@ -390,13 +390,15 @@ def built_grouped(
     pairs=4096,
     clamped=False,
     fixed=False,
+    wide=False,
 ):
     """fp8: rows beside a weight of 16 bits; experts_fp8: both operands, columns of the weight under a scale.
 
-    fixed: of the invariant design.
+    fixed: of the invariant design; wide: the result of a gated GEMM with such scales has 16 bits, else it is in fp8.
     """
     caps, experts = caps_of(arch), 8
-    call = GroupedCall(block, pairs, N, K, dtype, gather, block_fp8=experts_fp8 is not None)
+    in_fp8 = gated and bool(experts_fp8) and not wide
+    call = GroupedCall(block, pairs, N, K, dtype, gather, block_fp8=experts_fp8 is not None, written=in_fp8)
     rule = partial(fixed_tiles_for, "grouped_matmul") if fixed else grouped_tiles_for
     design = rule(call, caps, gated=gated)
     out, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts, N * (1 + gated), K, dtype=dtype)
@@ -406,7 +408,7 @@ def built_grouped(
         forms = map(tl.constexpr, (128 if columns else 1, columns, columns > 0))
         of_scales = torch.zeros(64)
         of_both = Fp8Scales(of_scales, 1, 64, of_scales, K // 128, *forms, 96)
-        if gated and columns:
+        if in_fp8:
             out, written = rows, Fp8Rows(of_scales, 1, 64, tl.constexpr(128), tl.constexpr(tl.bfloat16))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     apart = gated and (design.transposed or experts_fp8 is not None)

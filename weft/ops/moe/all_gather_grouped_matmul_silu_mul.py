@@ -39,6 +39,7 @@ from weft.ops.moe.grouped.cases import (
 from weft.ops.moe.grouped.check import NO_BACKWARD, check_bias, check_gate_up, check_swiglu, check_written
 from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.kernel import Arriving
+from weft.ops.moe.grouped.rule import holds_scales
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
@@ -106,7 +107,7 @@ class GatherGroupedCall(NamedTuple):
 
     tokens  most of a rank; held: experts of a rank, of ``experts``
     N, K    features of an expert here, elements of a row
-    fp8     rows are sent in fp8; block_fp8, channel_fp8: of ``GroupedCall``
+    fp8     rows are sent in fp8; block_fp8, channel_fp8, written: of ``GroupedCall``
     """
 
     tokens: int
@@ -120,6 +121,7 @@ class GatherGroupedCall(NamedTuple):
     fp8: bool = False
     block_fp8: bool = False
     channel_fp8: bool = False
+    written: bool = False
 
     def dispatch(self, machine: Machine) -> DispatchCall:
         """Call of moe_dispatch of the same rows."""
@@ -130,8 +132,8 @@ class GatherGroupedCall(NamedTuple):
         """Call of the grouped GEMM of all ranks' tokens."""
         tokens = machine.world_size * self.tokens
         block = MOE_SCHEDULE.plan(ScheduleCall(tokens * self.choices, self.experts), machine).design.block
-        forms = self.block_fp8, self.channel_fp8
-        return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True, AUTO, *forms)
+        forms = {name: getattr(self, name) for name in ("block_fp8", "channel_fp8", "written")}
+        return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True, **forms)
 
     @property
     def rounds_later(self) -> bool:
@@ -305,6 +307,13 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         reason = "rows travel in 16 bits, and are quantized as the experts' scales ask for"
         return Planned("sequential", self.default("sequential", call, machine), reason)
 
+    def tuned(self, call: GatherGroupedCall, machine: Machine) -> Planned | None:
+        planned = super().tuned(call, machine)
+        refuses = (
+            planned is not None and call.written and planned.name == "fused" and not holds_scales(planned.design.tiles)
+        )
+        return None if refuses else planned
+
     def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB, of two ranks up to 4, moe_dispatch sends all in one hop.
 
@@ -381,7 +390,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         team, (ids, _), N, K = find_team(given.team), given.routing, given.gate_up.shape[1] // 2, given.x.shape[1]
         sizes, of_weight = (given.max_tokens, ids.shape[1], given.total, given.count, N, K), given.weight_scales
         forms = (False, False) if of_weight is None else (of_weight.shape[2] > 1, of_weight.shape[2] == 1)
-        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8, *forms)
+        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8, *forms, given.format is not None)
         return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def examine(self, given: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ from weft.ops.moe.grouped.rule import (
     four_bit_tiles,
     four_bit_tiles_for,
     grouped_tiles_for,
+    holds_scales,
     tiles,
 )
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
@@ -119,8 +120,9 @@ class GroupedOp(MoeOp):
 
     def tuned(self, call: GroupedCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
-        # Tiles of other rows take another shape.
-        return planned if planned is None or planned.row.shape[1] == call.block else None
+        if planned is None or planned.row.shape[1] != call.block:  # tiles of other rows take another shape
+            return None
+        return planned if not call.written or holds_scales(planned.design) else None
 
     def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
         if call.invariant:
@@ -494,7 +496,8 @@ class GroupedMatmulSiluMulFp8(Op):
     def forward(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
         device, op = given.x.device, GROUPED_MATMUL_SILU_MUL
         check_e4m3(op.name, capabilities_of(device))
-        return gemms.run_gated(op.plan(given.call(True), machine_on(device)).design, given, format)
+        call = given.call(True)._replace(written=True)
+        return gemms.run_gated(op.plan(call, machine_on(device)).design, given, format)
 
     def fake(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
         return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)

@@ -123,6 +123,7 @@ class GroupedCall(NamedTuple):
     block_fp8, channel_fp8  operands are fp8: scales for blocks of the weight, or for whole rows or all of it
     four_bit                the weight is in 4 bits
     invariant               a row's bits do not depend on the pairs (``FixedTiles``)
+    written                 the result is put in fp8, 128 columns of a tile under a scale
     """
 
     block: int
@@ -136,6 +137,7 @@ class GroupedCall(NamedTuple):
     channel_fp8: bool = False
     four_bit: bool = False
     invariant: bool = False
+    written: bool = False
 
     @property
     def fp8(self) -> bool:

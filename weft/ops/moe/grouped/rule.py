@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.kernels.fp8 import COLUMNS
 from weft.ops.gemm.space import STAGES_BYTES
-from weft.ops.moe.grouped.gemms import FixedTiles, FourBitTiles, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gemms import FixedTiles, FourBitTiles, GroupedCall, GroupedTiles, Tiles
 from weft.ops.registration import HALVES
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
               program and with 64 rows 49.9 and 28.7. Of one token these are faster: 13.5 and 6.1 us. The second GEMM has 5
               stages: of 64 experts and 8, 32, 128 tokens 12.9, 26.5, 29.6 us, with 3 12.9, 27.5, 33.8, and with 3 and loops
               that are not flattened 13.3, 28.6, 32.2 (benchmarks/lab/h200-fp8-grouped-flattened.json)
-    more      gated one program of 8 warps, 334 us for 4096 tokens; else two of 64 rows of the weight, 191 us, one of 128 rows
-              takes 206. No program of a pair waits for the other one's barriers: with one, tensor cores idle while it scales
+    more      gated one program of 8 warps, 334 us for 4096 tokens; with a result of 16 bits, by a flattened loop, in 4 stages:
+              314 us, with 3, of which 100 registers spill, 759. Else two programs of 64 rows of the weight, 191 us, one of
+              128 rows 206. No program of a pair waits for the other one's barriers: with one, tensor cores idle while it scales
     """
     if not caps.arch.startswith("sm_"):
         return GroupedTiles(
@@ -111,8 +113,15 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
             return GroupedTiles(block_n=256 if gated else 128, per_sm=2, num_stages=3 if gated else 5, **few)
         return GroupedTiles(block_n=256 if gated else 64, per_sm=1 if gated else 3, num_stages=5, **few)
     if gated:
-        return GroupedTiles(block_n=256, block_k=128, num_warps=8, num_stages=3)
+        return GroupedTiles(
+            block_n=256, block_k=128, num_warps=8, num_stages=4 if call.block_fp8 and not call.written else 3
+        )
     return GroupedTiles(block_n=64, block_k=128, per_sm=2, columns=4096, num_warps=4, num_stages=3)
+
+
+def holds_scales(design: Tiles) -> bool:
+    """True if a gated tile's results are whole groups of columns under a scale of fp8 rows."""
+    return design.block_n % (2 * COLUMNS.value) == 0
 
 
 def four_bit_tiles(base: FourBitTiles, gated: bool) -> Iterator[FourBitTiles]:

@@ -238,6 +238,8 @@ def operands(team):
     team_and = {"team": TEAM, "algorithm": (*CHOICE, "ring")}
     for op in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_to_all):
         yield op, {"x": x, "team": team}, {"x": TENSOR, **team_and}
+    yield ops.all_reduce, {"x": x, "team": team}, {"invariant": FLAG}
+    yield ops.all_reduce, {"x": x, "team": team, "invariant": True}, {"algorithm": ("one_shot", "copy_engine")}
     norm = {"x": TENSOR, "residual": TENSOR, "weight": TENSOR, "eps": ("x", None, [1])}
     valid = {"x": x, "residual": x, "weight": f(8), "eps": 1e-6}
     yield ops.add_rms_norm, valid, norm
@@ -362,8 +364,15 @@ def operands_of_experts(team):
     }
     yield ops.matmul_route_schedule, whole, {name: values for name, values in wrong.items() if name != "start"}
     schedule = ops.moe_schedule(ids, experts)
-    grouped = {"x": TENSOR, "weight": TENSOR, "schedule": (None, 5, (1, 2), LONG), "scales": TENSOR[1:]}
-    yield ops.grouped_matmul_silu_mul, {"x": x, "weight": torch.ones(4, 4, 8), "schedule": schedule}, grouped
+    grouped = {
+        "x": TENSOR,
+        "weight": TENSOR,
+        "schedule": (None, 5, (1, 2), LONG),
+        "scales": TENSOR[1:],
+        "invariant": FLAG,
+    }
+    first = {"x": x, "weight": torch.ones(4, 4, 8), "schedule": schedule}
+    yield ops.grouped_matmul_silu_mul, first, {**grouped, "fp8": ("group", 5, LONG)}
     rows = {"x": torch.ones(6, 8), "weight": torch.ones(4, 4, 8), "schedule": schedule}
     yield ops.grouped_matmul, rows, {**grouped, "gather": FLAG}
     summed = {"y": TENSOR, "routing": (None, ids, LONG), "experts": (4, None, LONG)}
@@ -383,12 +392,12 @@ def operands_of_experts(team):
     wrong = {"routing": (None, ids, LONG), "dtype": (torch.float16, "fp8", 8, LONG)}
     yield ops.moe_dispatch, tokens, {"x": TENSOR, **wrong, **sizes}
     found = ops.moe_dispatch(**tokens)
-    wrong = {"dispatched": (None, 5, LONG), "tokens": (*INT, -1, 4), "team": TEAM, "algorithm": (*CHOICE, "pull")}
-    yield (
-        ops.moe_combine,
-        {"y": torch.ones(6, 8), "dispatched": found, "tokens": 3, "team": team},
-        {"y": TENSOR, **wrong},
-    )
+    weights = (3, routing.weights.int(), routing.weights.to("meta"), routing.weights[:2])
+    wrong = [found._replace(routing=routing._replace(weights=one)) for one in weights]
+    wrong = (None, 5, LONG, found._replace(experts=None), *wrong)
+    combined = {"dispatched": wrong, "tokens": (*INT, -1, 4), "team": TEAM, "algorithm": (*CHOICE, "pull")}
+    given = {"y": torch.ones(6, 8), "dispatched": found, "tokens": 3, "team": team}
+    yield ops.moe_combine, given, {"y": TENSOR, **combined}
     given = {
         "x": x,
         "routing": routing,
@@ -401,9 +410,8 @@ def operands_of_experts(team):
     wrong["algorithm"] = (*CHOICE, "pull")
     yield ops.all_gather_grouped_matmul_silu_mul, given, {"x": TENSOR, "gate_up": TENSOR, **wrong}
     given = {"h": torch.ones(6, 8), "down": torch.ones(4, 4, 8), "schedule": schedule, "dispatched": found, "tokens": 3}
-    wrong = {"dispatched": (None, 5, LONG), "tokens": (*INT, -1, 4), "team": TEAM, "algorithm": (*CHOICE, "pull")}
-    wrong["schedule"] = (None, 5, (1, 2), LONG)
-    yield ops.grouped_matmul_reduce_scatter, {**given, "team": team}, {"h": TENSOR, "down": TENSOR, **wrong}
+    wrong = {"h": TENSOR, "down": TENSOR, "schedule": grouped["schedule"], **combined}
+    yield ops.grouped_matmul_reduce_scatter, {**given, "team": team}, wrong
 
 
 def test_ops():

@@ -11,8 +11,8 @@ from weft.arguments import check_bool, check_int, is_integer, positive, quoted
 from weft.layers.gradients import SummedGradient, with_gradients
 from weft.layers.mlp import TPMLP
 from weft.layers.whole_moe import checked
-from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
-from weft.ops.moe.routing import ClampedSwiGLU, Experts
+from weft.ops.moe.route import MAX_EXPERTS, check_gating
+from weft.ops.moe.routing import MAX_CHOICES, ClampedSwiGLU, Experts
 from weft.parallel.linear import (
     check_layer,
     check_rows,
@@ -131,7 +131,7 @@ class MoE(nn.Module):
         check_bool("router_bias", router_bias)
         check_bool("shared_gate", shared_gate)
         self.gating = Gating(num_experts_per_tok, scoring, norm_topk_prob, groups, group_limit, scale)
-        check_routing("MoE", num_experts, self.gating)
+        check_gating("MoE", num_experts, self.gating)
         if shared_gate and shared_intermediate_size is None:
             raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
         check_layout("layout", layout, team.size)

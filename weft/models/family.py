@@ -302,7 +302,9 @@ def factor_of(content: Content, name: str) -> float | None:
 
 def experts_of(content: Content, name: str) -> tuple[int, int]:
     """(experts, of which there are `name`; experts of each token)"""
-    from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS  # not at the top: it loads all ops, and torch
+    # Not at the top: they load all ops, and torch.
+    from weft.ops.moe.route import MAX_EXPERTS
+    from weft.ops.moe.routing import MAX_CHOICES
 
     total = count_of(content, name, MAX_EXPERTS)
     return total, count_of(content, "num_experts_per_tok", min(total, MAX_CHOICES))

@@ -40,11 +40,11 @@ from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import grouped_matmul_all_r
 from weft.ops.moe.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from weft.ops.moe.matmul_route_schedule import matmul_route_schedule
 from weft.ops.moe.moe_combine import moe_combine
-from weft.ops.moe.moe_dispatch import Dispatched, moe_dispatch
+from weft.ops.moe.moe_dispatch import moe_dispatch
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.route import route
-from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
+from weft.ops.moe.routing import Dispatched, Experts, Routed, Routing, Schedule
 from weft.ops.overlap import all_gather_matmul_backward as _backward  # noqa: F401  defines the op
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce

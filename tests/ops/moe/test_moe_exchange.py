@@ -334,7 +334,7 @@ def test_wrong_arguments_of_combine_are_refused(message, fields):
         routing = Routing(torch.zeros(8, 2).int(), torch.zeros(8, 2))
         given = {
             "y": torch.zeros(16, 4),
-            "dispatched": ops.Dispatched(None, routing, Experts(8, 0, 4)),
+            "dispatched": ops.Dispatched(None, routing, Experts.whole(8, team.rank, 2)),
             "tokens": 4,
             **fields,
         }

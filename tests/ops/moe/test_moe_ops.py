@@ -356,6 +356,9 @@ def test_biases_and_activations_have_no_backward():
     for options in ({"bias": torch.zeros(4, 8, dtype=torch.bfloat16)}, {"swiglu": ClampedSwiGLU(1.702, 7.0)}):
         with pytest.raises(RuntimeError, match="bias and swiglu have no backward; leave them out, or call it under"):
             ops.grouped_matmul_silu_mul(x, weight, SCHEDULE, **options)
+    bias = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="bias and swiglu have no backward"):
+        ops.grouped_matmul(x, weight.detach(), SCHEDULE, gather=True, bias=bias)
 
 
 def test_rows_that_do_not_begin_on_16_bytes_are_refused():

@@ -18,6 +18,7 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels import fp8
+from weft.ops.gemm.gemm_op import FOUR_BIT
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
 from weft.ops.moe import by_nodes, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
@@ -257,6 +258,7 @@ SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8)
         ("x has shape (3, 8); it must be (2, K)", {"ids": IDS[:2]}),
         ("weights.dtype=torch.float16 is not one of float32", {"weights": torch.zeros(3, 2).half()}),
         ("experts=8 is not an Experts", {"experts": 8}),
+        ("experts=Experts(total=8, first=0, count=3) is no equal share", {"experts": Experts(8, 0, 3)}),
         ("gate_up has shape (3, 6, 8); it must be (4, 2 N, 8)", {"gate_up": torch.zeros(3, 6, 8)}),
         ("gate_up has shape (4, 5, 8); pass gate's N rows, then up's N", {"gate_up": torch.zeros(4, 5, 8)}),
         ("K=6 of torch.float32 is 24 bytes, no multiple of 16", {"x": X[:, :6], "gate_up": torch.zeros(4, 6, 6)}),
@@ -286,7 +288,7 @@ def test_wrong_arguments_of_ag_moe_are_refused(message, fields):
             "x": X,
             "routing": Routing(ids, fields.get("weights", torch.zeros(ids.shape))),
             "gate_up": torch.zeros(4, 6, 8),
-            "experts": Experts(8, 0, 4),
+            "experts": Experts.whole(8, team.rank, 2),
             "team": team,
             "max_tokens": 4,
         }
@@ -306,7 +308,9 @@ def test_wrong_arguments_of_ag_moe_are_refused(message, fields):
         ("x has 15 rows; with gather=False a schedule of 8 tokens", {"h": torch.zeros(15, 8)}),
         ("dispatched=None is not a Dispatched", {"dispatched": None}),
         ("ids has shape (6, 2); it must be (8, 2)", {"tokens_of_all": 6}),
-        ("schedule of 8 tokens and 4 experts; it must be of W", {"experts": Experts(8, 0, 2)}),
+        ("schedule of 4 experts; it must be of the 8 experts of dispatched", {"experts": Experts.slices(8)}),
+        ("experts=Experts(total=8, first=0, count=2) is no equal share", {"experts": Experts(8, 0, 2)}),
+        ("down is in 4 bits, of which no slab is cut", {"down": FOUR_BIT["int4"](torch.zeros(4, 6, 8).bfloat16())}),
         ("tokens=5 is not an integer in 0 .. 4", {"tokens": 5}),
         ("algorithm='push' is not one of 'auto', 'slabs', 'sequential'", {"algorithm": "push"}),
     ],
@@ -319,7 +323,7 @@ def test_wrong_arguments_of_moe_rs_are_refused(message, fields):
             "h": torch.zeros(16, 8),
             "down": torch.zeros(4, 6, 8),
             "schedule": SCHEDULE,
-            "dispatched": ops.Dispatched(X, routing, fields.get("experts", Experts(8, 0, 4))),
+            "dispatched": ops.Dispatched(X, routing, fields.get("experts", Experts.whole(8, team.rank, 2))),
             "tokens": 4,
             "team": team,
         }

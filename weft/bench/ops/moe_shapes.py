@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.bench.harness.workload import DTYPES, Shape
-from weft.ops.moe.moe_schedule import MAX_CHOICES
-from weft.ops.moe.routing import SKEWS, MoeShape
+from weft.ops.moe.routing import MAX_CHOICES, SKEWS, MoeShape
 from weft.ops.op import Op
 
 

@@ -31,7 +31,7 @@ from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team, find_team
@@ -356,4 +356,9 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invarian
         return out
     check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
+    check_flag("all_reduce", "invariant", invariant)
+    if invariant and algorithm != AUTO:
+        raise ValueError(
+            f"all_reduce: algorithm={algorithm!r} with invariant=True, which is a tree; leave algorithm out"
+        )
     return ALL_REDUCE.dispatch(x, team.name, algorithm, invariant)

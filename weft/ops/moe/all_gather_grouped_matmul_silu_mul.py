@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.arguments import check_int, quoted
+from weft.arguments import check_int
 from weft.kernels.fp8 import (
     E4M3,
     Fp8,
@@ -25,6 +25,7 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
+from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
@@ -36,12 +37,19 @@ from weft.ops.moe.grouped.cases import (
     with_matrix,
     with_scales,
 )
-from weft.ops.moe.grouped.check import NO_BACKWARD, check_bias, check_gate_up, check_swiglu, check_written
+from weft.ops.moe.grouped.check import (
+    NO_BACKWARD,
+    NO_BACKWARD_OF_FP8,
+    check_bias,
+    check_gate_up,
+    check_swiglu,
+    check_written,
+)  # fmt: skip
 from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped.rule import holds_scales
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
-from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped import (
     MAX_HEAD,
@@ -56,7 +64,7 @@ from weft.ops.moe.overlapped import (
     order_tiles,
     schedule_of,
 )  # fmt: skip
-from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule, check_distinct, draw_ids
+from weft.ops.moe.routing import ClampedSwiGLU, Dispatched, Experts, Routing, Schedule, check_distinct, draw_ids
 from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -186,69 +194,58 @@ def all_gather_grouped_matmul_silu_mul(
     op = "all_gather_grouped_matmul_silu_mul"
     check_team(op, team, over_nodes=True)
     check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
-    check_routing(op, routing, team, over_nodes=True)
-    check_shape(op, "x", x, (routing.ids.shape[0], "K"))
-    check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
-    if not isinstance(experts, Experts):
-        raise ValueError(
-            f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
-        )
+    ids, weights = check_routing(op, routing, x.device, (x.dtype,))
+    check_shape(op, "x", x, (len(ids), "K"))
+    check_share(op, experts, team)
     check_gate_up(op, gate_up, x, experts, team)
-    if dtype not in (None, E4M3):
-        raise ValueError(
-            f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
-        )
-    if dtype is not None and team.rail is not None:
-        raise ValueError(f"{op}: dtype={dtype} is sent within one node, and the team has {team.shape}; leave it out")
-    forms, of_weight = (False, False), (None, None)
-    if isinstance(gate_up, Fp8):
-        forms, (gate_up, *of_weight) = (gate_up.is_grouped, not gate_up.is_grouped), gate_up
-        if dtype is not None and forms[1]:
-            raise ValueError(
-                f"{op}: dtype={dtype} has scales of 128 columns, and gate_up asks for other ones; leave it out"
-            )
-        dtype = E4M3 if forms[0] and team.rail is None else None
+    sends_fp8 = check_rows(op, x, gate_up, dtype, team)
     if fp8 is not None:
-        check_written(op, x, of_weight[0], fp8)
-    epilogue = bias is not None or swiglu is not None
-    if epilogue:
-        check_swiglu(op, swiglu)
-        check_bias(op, bias, gate_up, torch.bfloat16 if any(forms) else x.dtype)
-    sends_fp8, sent = dtype is not None, dtype or x.dtype
-    if (nbytes := x.shape[1] * sent.itemsize) % 16:
-        raise ValueError(f"{op}: K={x.shape[1]} of {sent} is {nbytes} bytes, no multiple of 16; pad x and gate_up")
+        check_written(op, x, gate_up, fp8)
+    check_swiglu(op, swiglu)
+    data, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up, None, None)
+    check_bias(op, bias, data, torch.bfloat16 if isinstance(gate_up, Fp8) else x.dtype)
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, routing.weights, gate_up)):
-        if epilogue:
+    if needs_gradients(x, weights, data, bias):
+        if bias is not None or swiglu is not None:
             raise RuntimeError(f"{op}: {NO_BACKWARD}")
-        if sends_fp8 or any(forms):
+        if isinstance(gate_up, Fp8):
+            raise RuntimeError(f"{op}: {NO_BACKWARD_OF_FP8}")
+        if sends_fp8:
             raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
-        return differentiable(x, routing, gate_up, experts, team, max_tokens)
-    here = machine_of(team)
-    call = GatherGroupedCall(
-        max_tokens,
-        routing.ids.shape[1],
-        experts.total,
-        experts.count,
-        gate_up.shape[1] // 2,
-        x.shape[1],
-        x.dtype,
-        AUTO,
-        sends_fp8,
-        *forms,
-    )
-    block = call.gemm(here).block
-    held = experts.total, experts.first, experts.count
-    of_call = max_tokens, block, sends_fp8, team.name, algorithm
-    form_of_h, of_gemm = fp8 or ("", None), (bias, *(swiglu or (0.0, 0.0)))
-    given = GatherArguments(x, routing, gate_up, *held, *of_call, *of_weight, *form_of_h, *of_gemm)
+        return differentiable(x, routing, data, experts, team, max_tokens)
+    held, of_call = (experts.total, experts.first, experts.count), (sends_fp8, team.name, algorithm)
+    of_h = *of_weight, *(fp8 or ("", None)), bias, *(swiglu or (0.0, 0.0))
+    given = GatherArguments(x, routing, data, *held, max_tokens, 0, *of_call, *of_h)
+    given = given._replace(block=call_with(given).gemm(machine_of(team)).block)
     h, h_scales, *lists, ids, weights = AG_MOE.dispatch(given)
     if fp8 is not None:
         h = fp8_of(h, h_scales, fp8)
-    rows = x.new_empty((0, x.shape[1]))
-    schedule = Schedule(*lists, choices=call.choices, block=block)
-    return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
+    schedule = Schedule(*lists, choices=ids.shape[1], block=given.block)
+    return h, schedule, Dispatched(x.new_empty((0, x.shape[1])), Routing(ids, weights), experts)
+
+
+def check_rows(op: str, x: torch.Tensor, gate_up: torch.Tensor | Fp8, dtype: torch.dtype | None, team: Team) -> bool:
+    """True if rows of x are sent in fp8. ValueError unless they can be sent, and multiplied, in that form."""
+    fp8 = check_sent(op, dtype, team)
+    if isinstance(gate_up, Fp8):
+        if fp8 and not gate_up.is_grouped:
+            raise ValueError(
+                f"{op}: dtype={dtype} has scales of 128 columns, and gate_up asks for other ones; leave it out"
+            )
+        fp8 = gate_up.is_grouped and team.rail is None
+    sent = E4M3 if fp8 else x.dtype
+    if (nbytes := x.shape[1] * sent.itemsize) % 16:
+        raise ValueError(f"{op}: K={x.shape[1]} of {sent} is {nbytes} bytes, no multiple of 16; pad x and gate_up")
+    return fp8
+
+
+def call_with(given: GatherArguments) -> GatherGroupedCall:
+    """Sizes of the call that has these arguments."""
+    scales, k, N = given.weight_scales, given.routing.ids.shape[1], given.gate_up.shape[1] // 2
+    forms = (False, False) if scales is None else (scales.shape[2] > 1, scales.shape[2] == 1)
+    sizes = given.max_tokens, k, given.total, given.count, N, given.x.shape[1]
+    return GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8, *forms, given.format is not None)
 
 
 def differentiable(
@@ -387,11 +384,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     ) -> tuple[
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
     ]:
-        team, (ids, _), N, K = find_team(given.team), given.routing, given.gate_up.shape[1] // 2, given.x.shape[1]
-        sizes, of_weight = (given.max_tokens, ids.shape[1], given.total, given.count, N, K), given.weight_scales
-        forms = (False, False) if of_weight is None else (of_weight.shape[2] > 1, of_weight.shape[2] == 1)
-        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8, *forms, given.format is not None)
-        return self.run(self.plan(call, machine_of(team)).design, team, given)
+        team = find_team(given.team)
+        return self.run(self.plan(call_with(given), machine_of(team)).design, team, given)
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])

@@ -472,7 +472,7 @@ def grouped_matmul_silu_mul(
     given = check_grouped(op, given, gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
-    check_written(op, given.x, given.weight_scales if isinstance(given.matrix, Fp8) else None, fp8)
+    check_written(op, given.x, given.matrix, fp8)
     return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, fp8), fp8)
 
 

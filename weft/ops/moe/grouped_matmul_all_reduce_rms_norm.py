@@ -33,11 +33,11 @@ from weft.ops.collectives.all_reduce_rms_norm import (
     check_row,
 )
 from weft.ops.local import check_shape, check_sizes, norm_dtypes
+from weft.ops.moe.check import check_routing
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped
 from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE
-from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule, check_distinct, draw_ids, experts_of
@@ -149,15 +149,14 @@ def grouped_matmul_all_reduce_rms_norm(
     gemm = GroupedArguments.of(x, weight, schedule, False, bias=bias)
     check_tensor(op, "x", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
     check_grouped(op, gemm, gated=False)
-    check_routing(op, routing, team, over_nodes=True)
-    check_tensor(op, "weights", routing.weights, team, FLOATS, over_nodes=True)
-    tokens, H = len(routing.ids), gemm.weight.shape[1]
+    ids, _ = check_routing(op, routing, team.device)
+    tokens, H = len(ids), gemm.weight.shape[1]
     if not isinstance(experts, Experts) or experts.count != len(gemm.weight):
         raise ValueError(f"{op}: experts={quoted(experts)} is not an Experts of the {len(gemm.weight)} that weight has")
-    if schedule.pairs.shape[1] != tokens or schedule.choices != routing.ids.shape[1]:
+    if schedule.pairs.shape[1] != tokens or schedule.choices != ids.shape[1]:
         raise ValueError(
             f"{op}: schedule has {schedule.pairs.shape[1]} tokens with {schedule.choices} choices and ids shape "
-            f"{tuple(routing.ids.shape)}; pass the schedule of these ids"
+            f"{tuple(ids.shape)}; pass the schedule of these ids"
         )
     for name, tensor, shape in (("residual", residual, (tokens, H)), ("norm", norm, (H,))):
         dtypes = norm_dtypes(gemm.dtype) if name == "norm" else (gemm.dtype,)

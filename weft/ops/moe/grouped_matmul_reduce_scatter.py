@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int, quoted
+from weft.arguments import check_int
 from weft.costs import fitted, grouped
 from weft.costs.choice import least
 from weft.costs.gpu import gpu_of
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
@@ -25,6 +26,7 @@ from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
+from weft.ops.moe.check import check_dispatched, needs_gradients
 from weft.ops.moe.exchange import CombineArguments, channel_of, padded
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
@@ -32,11 +34,10 @@ from weft.ops.moe.grouped.check import check_grouped
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.moe_sum import Shared, add_up, check_shared, moe_sum
 from weft.ops.moe.overlapped import OverlappedOp, ScatterArguments, Size, case_experts, case_start, schedule_of
-from weft.ops.moe.routing import Experts, Routing, Schedule, draw_ids
+from weft.ops.moe.routing import Dispatched, Experts, Routing, Schedule, draw_ids
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -255,32 +256,31 @@ def grouped_matmul_reduce_scatter(
     """
     op = "grouped_matmul_reduce_scatter"
     check_team(op, team, over_nodes=True)
+    if isinstance(down, FourBit):
+        raise ValueError(f"{op}: down is in 4 bits, of which no slab is cut; pass down.dequantized(h.dtype)")
     gemm = GroupedArguments.of(h, down, schedule, False, bias=bias)
     check_tensor(op, "h", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
     if gemm.weight_scales is None:
         check_tensor(op, "down", down, team, (h.dtype,), over_nodes=True)
     check_grouped(op, gemm, gated=False)
-    if not isinstance(dispatched, Dispatched):
-        raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
-    check_routing(op, dispatched.routing, team, over_nodes=True)
+    check_dispatched(op, dispatched, team)
     (ids, weights), experts = dispatched.routing, dispatched.experts
     rows = schedule.pairs.shape[1]
     check_shape(op, "ids", ids, (rows, schedule.choices))
-    if rows % team.size or len(gemm.weight) != experts.count:
+    if len(gemm.weight) != experts.count:
         raise ValueError(
-            f"{op}: schedule of {rows} tokens and {len(gemm.weight)} experts; it must be of W * max_tokens tokens and of "
-            f"the {experts.count} experts of dispatched"
+            f"{op}: schedule of {len(gemm.weight)} experts; it must be of the {experts.count} experts of dispatched"
         )
     check_int(f"{op}: tokens", tokens, 0, rows // team.size)
     check_shared(op, gemm.x.new_empty(0, dtype=gemm.dtype), (rows, gemm.weight.shape[1]), shared, gate)
     check_choice(op, "algorithm", algorithm, MOE_RS.algorithms)
-    given = [tensor for tensor in (shared, gate) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (gemm.x, gemm.weight, weights, *given)):
+    if needs_gradients(gemm.x, gemm.weight, weights, shared, gate):
         y = grouped_matmul(h, down, schedule, bias=bias)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
     held = experts.total, experts.first, experts.count
-    routing = dispatched.routing
-    return MOE_RS.dispatch(ScatterArguments(gemm, routing, *held, tokens, team.name, algorithm, shared, gate))
+    return MOE_RS.dispatch(
+        ScatterArguments(gemm, dispatched.routing, *held, tokens, team.name, algorithm, shared, gate)
+    )
 
 
 class GroupedMatmulReduceScatter(OverlappedOp):

@@ -22,6 +22,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm.matmul import matmul
 from weft.ops.knobs import around, check_knobs, counts, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.moe.check import needs_gradients
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_for, check_schedule
 from weft.ops.moe.route import (
     MAX_EXPERTS,
@@ -29,7 +30,7 @@ from weft.ops.moe.route import (
     Found,
     RouterForm,
     Rows,
-    check_routing,
+    check_gating,
     gating_of,
     launch_route,
     matmul_route_schedule_kernel,
@@ -175,7 +176,7 @@ def matmul_route_schedule(
     check_schedule(op, experts, block, tickets, x.device)
     E = experts.total
     _check_router(op, router, E, x.shape[1])
-    gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
+    gating = check_gating(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     for name, vector, dtype in (("bias", bias, torch.float32), ("logit_bias", logit_bias, x.dtype)):
         if vector is not None:
             check_like(op, name, vector, x.device, (dtype,))
@@ -183,7 +184,7 @@ def matmul_route_schedule(
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     here = machine_on(x.device)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
-    trained = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, router, logit_bias))
+    trained = needs_gradients(x, router, logit_bias)
     if trained and algorithm in ("fused", "split"):
         raise ValueError(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"

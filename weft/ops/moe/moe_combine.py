@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.arguments import check_int, quoted
+from weft.arguments import check_int
 from weft.costs import exchanges, fitted
 from weft.costs.gpu import gpu_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
@@ -28,6 +28,7 @@ from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
+from weft.ops.moe.check import check_dispatched
 from weft.ops.moe.exchange import (
     CombineArguments,
     DispatchArguments,
@@ -36,9 +37,9 @@ from weft.ops.moe.exchange import (
     padded,
     shared_experts,
 )
-from weft.ops.moe.moe_dispatch import MOE_DISPATCH, Dispatched, check_routing, sharers_of
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.moe_sum import moe_sum
-from weft.ops.moe.routing import Experts, Routing, draw_ids
+from weft.ops.moe.routing import Dispatched, Experts, Routing, draw_ids
 from weft.ops.moe.rows import CombinePieces, combine_pieces, combine_rows
 from weft.ops.moe.words import CombineWords, combine_words
 from weft.ops.op import register
@@ -97,18 +98,13 @@ def moe_combine(
     op = "moe_combine"
     check_team(op, team, over_nodes=True)
     check_tensor(op, "y", y, team, FLOATS, over_nodes=True)
-    if not isinstance(dispatched, Dispatched):
-        raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
-    check_routing(op, dispatched.routing, team, over_nodes=True)
+    tp = check_dispatched(op, dispatched, team, in_node=True)
     ids, weights = dispatched.routing
     check_shape(op, "y", y, (ids.numel(), "H"))
-    if len(ids) % team.size or y.shape[1] == 0:
-        raise ValueError(
-            f"{op}: y has shape {tuple(y.shape)} and ids {tuple(ids.shape)}; ids has a row for each of W * max_tokens tokens"
-        )
+    if y.shape[1] == 0:
+        raise ValueError(f"{op}: y has shape {tuple(y.shape)}; rows have at least one element")
     check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
     check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
-    tp = sharers_of(op, dispatched.experts, team)
     return MOE_COMBINE.dispatch(
         CombineArguments(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp)
     )

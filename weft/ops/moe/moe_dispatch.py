@@ -4,9 +4,9 @@ Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every ra
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
 
-Where tp ranks hold slices of the same experts, each gets a row from the token's rank. To send it to one, which
-passes it on, would load the links of an NVLink node with as many bytes, since each rank needs each of its rows once, and take
-one hop more. So it is for the sums on the way back.
+Where tp ranks hold slices of the same experts, each gets a row from the token's rank. Sending it to one of them, which forwards
+it, would move as many bytes over the links of a node, since each rank needs each of its rows once, and add a hop. The same
+holds for the sums on the way back.
 
 Over nodes a token's row and choices cross to each other node once, to the rank of equal local rank there, which dispatches them
 within its node. Sizes of transfers are known to the host, so every node gets all max_tokens rows of its rail's ranks: also of
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.arguments import check_int, quoted
+from weft.arguments import check_int
 from weft.costs import exchanges, fitted
 from weft.costs.gpu import gpu_of
 from weft.kernels.fp8 import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, scales_of
@@ -34,6 +34,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
+from weft.ops.moe.check import check_routing, check_sent, check_share
 from weft.ops.moe.exchange import (
     DispatchArguments,
     ExchangeOp,
@@ -42,7 +43,7 @@ from weft.ops.moe.exchange import (
     rows_sent,
     shared_experts,
 )
-from weft.ops.moe.routing import Experts, Routing, check_distinct, draw_ids
+from weft.ops.moe.routing import Dispatched, Experts, Routing, check_distinct, draw_ids
 from weft.ops.moe.rows import DispatchPieces, dispatch_pieces, dispatch_rows
 from weft.ops.moe.words import DispatchWords, Tokens, gather_fp8_words, gather_words
 from weft.ops.op import find_op, register
@@ -57,21 +58,6 @@ if TYPE_CHECKING:
 # Tokens of a rank from which "push" has larger chunks in narrower blocks. Four H200s, 6,400 of 2,880: 259 us, by default 281
 # (benchmarks/lab/h200-regret/regret-dispatch-w4.json).
 MANY_TOKENS = 1600
-
-
-class Dispatched(NamedTuple):
-    """Tokens of all ranks as one rank has them. Row s * max_tokens + t is token t of rank s.
-
-    rows     [W * max_tokens, H]: defined for tokens that chose an expert of this rank
-    routing  of all tokens of all ranks; ids of -1 where there is no token
-    experts  this rank's
-    scales   fp32 [W * max_tokens, ceil(H / 128)] of fp8 rows, defined where they are; None for rows of x's dtype
-    """
-
-    rows: torch.Tensor
-    routing: Routing
-    experts: Experts
-    scales: torch.Tensor | None = None
 
 
 class DispatchCall(NamedTuple):
@@ -120,53 +106,21 @@ def moe_dispatch(
     op = "moe_dispatch"
     check_team(op, team, over_nodes=True)
     check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
-    check_routing(op, routing, team, over_nodes=True)
-    check_shape(op, "x", x, (routing.ids.shape[0], "H"))
-    check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
+    ids, _ = check_routing(op, routing, x.device, (x.dtype,))
+    check_shape(op, "x", x, (len(ids), "H"))
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     if isinstance(experts, Experts):
-        held, tp = experts, sharers_of(op, experts, team)
+        held, tp = experts, check_share(op, experts, team, in_node=True)
     else:
         held, tp = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size), 1
     check_choice(op, "algorithm", algorithm, MOE_DISPATCH.algorithms)
-    if dtype not in (None, E4M3):
-        raise ValueError(
-            f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
-        )
-    if dtype is not None and team.rail is not None:
-        raise ValueError(f"{op}: dtype={dtype} is sent within one node, and the team has {team.shape}; leave it out")
+    fp8 = check_sent(op, dtype, team)
     if x.shape[1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
-    fp8 = dtype is not None
     kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
     given = DispatchArguments(x, routing, held.total, max_tokens, fp8, kept, team.name, algorithm, tp)
     rows, ids, weights, scales = MOE_DISPATCH.dispatch(given)
     return Dispatched(rows, Routing(ids, weights), held, scales if fp8 else None)
-
-
-def sharers_of(op: str, experts: Experts, team: Team) -> int:
-    """``Experts.sharers`` of this rank. ValueError for a group that does not lie in one node."""
-    tp = experts.sharers(team.rank, team.size)
-    if team.shape.node_size % tp:
-        raise ValueError(
-            f"{op}: experts={experts} are shared by {tp} ranks, which node_size={team.shape.node_size} is no multiple of; "
-            f"take a tp that divides it"
-        )
-    return tp
-
-
-def check_routing(op: str, routing: Routing, team: Team, over_nodes: bool = False) -> None:
-    """ValueError unless ``routing`` is one of a supported number of choices on the team's device.
-
-    over_nodes  the team may have several nodes
-    """
-    if not isinstance(routing, Routing):
-        raise ValueError(f"{op}: routing={quoted(routing)} is not a Routing; weft.ops.route gives one")
-    check_tensor(op, "ids", routing.ids, team, (torch.int32,), over_nodes=over_nodes)
-    check_shape(op, "ids", routing.ids, ("T", "k"))
-    check_shape(op, "weights", routing.weights, routing.ids.shape)
-    if not 1 <= routing.ids.shape[1] <= 16:
-        raise ValueError(f"{op}: ids has shape {tuple(routing.ids.shape)}; a token has 1 to 16 choices")
 
 
 def row_bytes(call: DispatchCall) -> int:

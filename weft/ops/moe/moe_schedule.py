@@ -18,7 +18,8 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
+from weft.ops.moe.check import check_choices, check_experts
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Schedule, check_distinct, common, draw_ids, experts_of
 from weft.ops.op import register
 from weft.plan.planned import AUTO, Machine, Planned
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 BLOCKS = (16, 32, 64, 128)
 # Ids that a program holds at a time: 128 a thread of 8 warps.
 IDS = 1 << 15
-MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +145,8 @@ def moe_schedule(
     """
     op = "moe_schedule"
     check_like(op, "ids", ids, None, (torch.int32,))
-    check_shape(op, "ids", ids, ("T", "k"))
+    check_choices(op, ids)
     T, k = ids.shape
-    if not 1 <= k <= MAX_CHOICES:
-        raise ValueError(f"{op}: ids has shape {tuple(ids.shape)}; a token has 1 to {MAX_CHOICES} choices")
     check_schedule(op, experts, block, tickets, ids.device)
     check_int(f"{op}: start", start, 0, max(T - 1, 0))
     block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
@@ -160,10 +158,7 @@ def check_schedule(
     op: str, experts: Experts, block: int | None, tickets: torch.Tensor | None, device: torch.device
 ) -> None:
     """ValueError unless a schedule can be made of these arguments of ``moe_schedule``."""
-    if not isinstance(experts, Experts):
-        raise ValueError(
-            f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
-        )
+    check_experts(op, experts)
     if block is not None and block not in BLOCKS:
         raise ValueError(f"{op}: block={quoted(block)} is not one of {', '.join(map(str, BLOCKS))}")
     if tickets is not None:

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.moe.check import check_experts, check_routing
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
@@ -101,19 +101,11 @@ def moe_sum(
     for shapes, dtypes or devices that do not fit.
     """
     op = "moe_sum"
-    if not isinstance(routing, Routing):
-        raise ValueError(f"{op}: routing={quoted(routing)} is not a Routing; weft.ops.route gives one")
-    if not isinstance(experts, Experts):
-        raise ValueError(
-            f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
-        )
     check_like(op, "y", y, None, FLOATS)
-    check_like(op, "ids", routing.ids, y.device, (torch.int32,))
-    check_like(op, "weights", routing.weights, y.device, FLOATS)
-    check_shape(op, "ids", routing.ids, ("T", "k"))
-    check_shape(op, "weights", routing.weights, routing.ids.shape)
-    check_shape(op, "y", y, (routing.ids.numel(), "N"))
-    check_shared(op, y, (len(routing.ids), y.shape[1]), shared, gate)
+    ids, _ = check_routing(op, routing, y.device)
+    check_experts(op, experts)
+    check_shape(op, "y", y, (ids.numel(), "N"))
+    check_shared(op, y, (len(ids), y.shape[1]), shared, gate)
     return MOE_SUM.dispatch(y, routing, experts.first, experts.count, shared, gate)
 
 

@@ -20,7 +20,7 @@ from weft.ops.gemm.small_m import prefetch_columns
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_schedule import write_tiles
-from weft.ops.moe.routing import Gating, MoeOp, MoeShape, Routing, draw_ids, popularity
+from weft.ops.moe.routing import MAX_CHOICES, Gating, MoeOp, MoeShape, Routing, draw_ids, popularity
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -187,7 +187,7 @@ def matmul_route_schedule_kernel(
         tl.store(results.tile_count, tiles)
 
 
-MAX_CHOICES, MAX_EXPERTS = 16, 1024
+MAX_EXPERTS = 1024
 SCORINGS = ("softmax", "sigmoid")
 # Scores that a program holds: 16 a thread of 4 warps.
 TILE = 2048
@@ -279,14 +279,14 @@ def route(
     E = logits.shape[1]
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must have 1 to {MAX_EXPERTS} experts")
-    gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
+    gating = check_gating(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     if bias is not None:
         check_like(op, "bias", bias, logits.device, (torch.float32,))
         check_shape(op, "bias", bias, (E,))
     return Routing(*ROUTE.dispatch(logits, bias, gating))
 
 
-def check_routing(op: str, E: int, gating: Gating) -> Gating:
+def check_gating(op: str, E: int, gating: Gating) -> Gating:
     """``gating``, its scale as a float. ValueError unless ``route`` takes it for E experts."""
     k, scoring, renormalize, groups, group_limit, scale = gating
     check_int(f"{op}: k", k, 1)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
+# Most choices of a token that kernels take.
+MAX_CHOICES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Experts first .. first + count - 1 of ``total``: this rank's, whole or slices.
@@ -99,6 +103,21 @@ class Routing(NamedTuple):
 
     ids: torch.Tensor
     weights: torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """Tokens of all ranks as one rank has them. Row s * max_tokens + t is token t of rank s.
+
+    rows     [W * max_tokens, H]: defined for tokens that chose an expert of this rank
+    routing  of all tokens of all ranks; ids of -1 where there is no token
+    experts  this rank's
+    scales   fp32 [W * max_tokens, ceil(H / 128)] of fp8 rows, defined where they are; None for rows of x's dtype
+    """
+
+    rows: torch.Tensor
+    routing: Routing
+    experts: Experts
+    scales: torch.Tensor | None = None
 
 
 class Gating(NamedTuple):

@@ -12,7 +12,8 @@ from weft.kernels.fp8 import E4M3, Fp8, RowFormat, scales_of
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.four_bit_operands import check_four_bit
 from weft.ops.gemm.fp8_operands import check_fp8
-from weft.ops.local import check_like, check_shape
+from weft.ops.local import check_like, check_row_format, check_shape
+from weft.ops.moe.check import needs_gradients
 from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped.rule import FEW_PAIRS
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Schedule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 NO_BACKWARD = "bias and swiglu have no backward; leave them out, or call it under torch.no_grad()"
+NO_BACKWARD_OF_FP8 = "fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()"
 
 
 def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
@@ -31,16 +33,16 @@ def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArgum
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
     check_flag(op, "gather", gather)
+    check_flag(op, "invariant", given.invariant)
     if isinstance(given.matrix, FourBit):
         _check_four_bit(op, given)
     elif given.weight_scales is None:
         _check_plain(op, given, gated)
     else:
         _check_fp8(op, given, gated)
-    if (given.bias is not None or given.limit) and torch.is_grad_enabled():
-        if any(one.requires_grad for one in (x, weight)):
-            raise RuntimeError(f"{op}: {NO_BACKWARD}")
     check_bias(op, given.bias, weight, given.dtype)
+    if (given.bias is not None or given.limit) and needs_gradients(x, weight, given.bias):
+        raise RuntimeError(f"{op}: {NO_BACKWARD}")
     check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
     if 0 in weight.shape:
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
@@ -104,8 +106,8 @@ def _check_plain(op: str, given: GroupedArguments, gated: bool) -> None:
 
 def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
     """``check_grouped`` of x and an fp8 weight, with their scales."""
-    if torch.is_grad_enabled() and given.x.requires_grad:
-        raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
+    if needs_gradients(given.x):
+        raise RuntimeError(f"{op}: {NO_BACKWARD_OF_FP8}")
     x, weight, (experts, *_), scales = given.x, given.matrix, given.schedule.counts.shape, given.scales
     check_like(op, "weight", weight.data, None, (E4M3,))
     check_like(op, "weight.scales", weight.scales, weight.device, (torch.float32,))
@@ -137,9 +139,10 @@ def _check_four_bit(op: str, given: GroupedArguments) -> None:
         check_four_bit(op, given.x, FourBit(flat[0], flat[1], columns, flat[2]), False)
 
 
-def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, fp8: RowFormat) -> None:
-    """ValueError unless the results of rows x can be written in fp8 of this form."""
-    if weight_scales is None or x.dtype not in (torch.bfloat16, E4M3):
+def check_written(op: str, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit, fp8: RowFormat) -> None:
+    """ValueError unless the results of rows x and ``weight`` can be written in fp8 of this form."""
+    check_row_format(op, fp8, x.device)
+    if not isinstance(weight, Fp8) or x.dtype not in (torch.bfloat16, E4M3):
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
     if fp8.kind == "token":
         raise ValueError(f"{op}: fp8.kind='token', but several programs compute a row; quantize the result")

@@ -19,7 +19,9 @@ from tests.sampled import sampled
 from weft import ops
 from weft.kernels.fp8 import E4M3
 from weft.ops.moe import moe_combine, moe_dispatch, rows
+from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
 from weft.ops.moe.exchange import PushRows, Sizes, piece_ends
+from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing
@@ -96,8 +98,23 @@ def test_plans_of_many_tokens():
     assert names(4096, 8, 2, 2 << 30) == names(8192, 8, 2) == ["pipelined", "lamport"]
     assert names(4096, 8, 4, 2 << 30) == ["push", "pipelined"]
     assert names(4096, 8, 4, 1 << 30) == ["push", "push"]  # no room for copies
+    assert names(8192, 8, 4, 2 << 30)[0] == "push"
+    assert names(16384, 8, 4, 2 << 30) == ["lamport", "sum_then_scatter"]  # nor for rows that are pushed
     one = machine(caps, 1)
     assert MOE_COMBINE.plan(MOE_COMBINE.call_of((4096, 8, 7168), torch.bfloat16, one), one).name == "push"
+
+
+def test_overlapped_designs_leave_room_in_the_heap():
+    caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4)
+    for op, overlapped, tp in ((AG_MOE, "fused", 1), (MOE_RS, "slabs", 4)):
+        for tokens, heap, name in (
+            (4096, UNLIMITED, overlapped),
+            (4096, 2 << 30, overlapped),
+            (16384, 2 << 30, "sequential"),
+        ):
+            here = machine(caps, 4, heap_bytes=heap)
+            call = op.call_of((tokens, 8, 128, *op.gemm_sizes(7168, 2048)), torch.bfloat16, here)
+            assert op.plan(call._replace(held=call.held * tp), here).name == name
 
 
 def test_a_call_takes_the_next_half_of_the_receive_buffers():

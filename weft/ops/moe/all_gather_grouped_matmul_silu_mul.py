@@ -26,7 +26,7 @@ from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
-from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
+from weft.ops.moe.exchange import DispatchArguments, channel_bytes, padded, rows_sent
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
     exact_activation,
@@ -320,6 +320,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         whole = machine.world_size * call.tokens * row_bytes(call.dispatch(machine))
         if whole <= (4 if machine.world_size == 2 else 2) << 20:
             return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
+        if channel_bytes(whole) > machine.heap_bytes // 2:
+            return "sequential", f"{whole:,} bytes of rows in all, whose receive buffers leave no room in the heap"
         return "fused", "copy engines bring the other ranks' rows while tiles of this rank's are computed"
 
     def default(self, name: str, call: GatherGroupedCall, machine: Machine) -> Any:

@@ -139,6 +139,11 @@ def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChanne
     return grown_workspace(team, (op, dtype), size, make)
 
 
+def channel_bytes(size: int, itemsize: int = 1) -> int:
+    """Bytes of the heap that ``channel_of`` takes for halves of ``size`` elements."""
+    return 2 * capacity_for(size) * itemsize
+
+
 class Sizes(NamedTuple):
     """Compile-time sizes of an exchange.
 
@@ -297,12 +302,14 @@ class ExchangeOp(MoeOp):
         return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each")
 
     def rule(self, call: ExchangeCall, machine: Machine) -> tuple[str, str]:
-        """The least predicted time, of designs that take the call and whose buffers leave most of the heap."""
+        """The least predicted time, of designs that take the call and whose buffers leave room in the heap."""
         if machine.world_size == 1:
             return "push", "one rank: nothing to send"
-        times = self.costs(call, machine)
-        if 2 * capacity_for(machine.world_size * call.tokens * self.token_bytes(call)) > machine.heap_bytes // 4:
+        times, received = self.costs(call, machine), machine.world_size * call.tokens * self.token_bytes(call)
+        if channel_bytes(received) > machine.heap_bytes // 4:
             times.pop("pipelined", None)
+        if 2 * received > machine.heap_bytes // 2 and len(times) > 1:
+            del times["push"]
         return least(times, machine.caps)
 
     @abstractmethod

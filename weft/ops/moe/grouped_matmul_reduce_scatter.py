@@ -27,7 +27,7 @@ from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.check import check_dispatched, needs_gradients
-from weft.ops.moe.exchange import CombineArguments, channel_of, padded
+from weft.ops.moe.exchange import CombineArguments, channel_bytes, channel_of, padded
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped
@@ -320,11 +320,18 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
         Qwen3-30B-A3B on two H200s, 512 / 2048 / 4096 tokens: slabs 120 / 213 / 347 us, the GEMM and moe_combine 82 / 177 / 284.
         """
+        sums, item = machine.world_size * call.tokens * call.H, call.dtype.itemsize
+        has_room = channel_bytes(sums, item) <= machine.heap_bytes // 2
         if machine.world_size > 1 and call.is_whole(machine):
-            return least(self.costs(call, machine), machine.caps)
-        whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
-        if whole <= 2 << 20:
-            return "sequential", f"{whole:,} bytes of sums in all go home in one hop"
+            times = self.costs(call, machine)
+            return least(times if has_room else {"sequential": times["sequential"]}, machine.caps)
+        if sums * item <= 2 << 20:
+            return "sequential", f"{sums * item:,} bytes of sums in all go home in one hop"
+        if not has_room:
+            return (
+                "sequential",
+                f"{sums * item:,} bytes of sums in all, whose receive buffers leave no room in the heap",
+            )
         return "slabs", "copy engines carry a slab's sums while the next one is multiplied"
 
     def costs(self, call: GroupedScatterCall, machine: Machine) -> dict[str, float]:

@@ -131,6 +131,19 @@ def test_a_call_that_drops_graphs_keeps_its_own(monkeypatch):
     assert device.done[-2:] == ["x'", "x'"]
 
 
+def test_a_key_with_more_graphs_than_are_kept_is_not_dropped_by_its_own_call(monkeypatch):
+    """Each combination of its buffers' turns is a graph."""
+    monkeypatch.setattr(replays, "MOST_GRAPHS", 4)
+    buffers = [Halves(), Halves(), Halves()]
+    device = Device(*buffers)
+    device.call("a", buffers)
+    for turns in [*range(8), *range(8)]:
+        for place, halves in enumerate(buffers):
+            halves.calls = turns >> place & 1
+        device.call("a", buffers)
+    assert device.done.count("a") == 1 and device.replays.captures == 8
+
+
 def test_simulated_ranks_and_compared_calls_are_not_replayed():
     assert weft.simulate(lambda team: replays_of(team) is None, 2) == [True, True]
 

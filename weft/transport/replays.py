@@ -125,9 +125,9 @@ class Replays:
         return Replay(launch, used)
 
     def _drop(self, count: int) -> None:
-        """Drop the ``count`` keys that were used longest ago."""
+        """Drop the ``count`` keys that were used longest ago, but not the one of this call."""
         self._settle()
-        for _ in range(count):
+        for _ in range(min(count, len(self._known) - 1)):
             _, replays = self._known.popitem(last=False)
             self._kept -= len(replays)
 

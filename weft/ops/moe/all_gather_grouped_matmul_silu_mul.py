@@ -55,7 +55,6 @@ from weft.ops.moe.overlapped import (
     MAX_HEAD,
     GatherArguments,
     OverlappedOp,
-    Size,
     case_experts,
     case_start,
     first_rank,
@@ -214,9 +213,8 @@ def all_gather_grouped_matmul_silu_mul(
         if sends_fp8:
             raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, data, experts, team, max_tokens)
-    held, of_call = (experts.total, experts.first, experts.count), (sends_fp8, team.name, algorithm)
     of_h = *of_weight, *(fp8 or ("", None)), bias, *(swiglu or (0.0, 0.0))
-    given = GatherArguments(x, routing, data, *held, max_tokens, 0, *of_call, *of_h)
+    given = GatherArguments(x, routing, data, *experts, max_tokens, 0, sends_fp8, team.name, algorithm, *of_h)
     given = given._replace(block=call_with(given).gemm(machine_of(team)).block)
     h, h_scales, *lists, ids, weights = AG_MOE.dispatch(given)
     if fp8 is not None:
@@ -271,10 +269,6 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         **dict.fromkeys(("first", "count", "block"), ()),
     }
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
-
-    @staticmethod
-    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
-        return features, hidden
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -456,11 +450,11 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
                 h = agreed(h, rows, named["fp8"])
             return h, schedule.counts
         here = machine_of(team)
-        call, held = self.call_of_case(replace(case, design=AUTO), here), (experts.total, experts.first, experts.count)
+        call = self.call_of_case(replace(case, design=AUTO), here)
         gate_up, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up, None, None)
         of_call = most, call.gemm(here).block, call.fp8, team.name, AUTO
         of_rows = *of_weight, "", None, of_gemm[0], *(of_gemm[1] or (0.0, 0.0))
-        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, *of_call, *of_rows)
+        given = GatherArguments(x, Routing(ids, weights), gate_up, *experts, *of_call, *of_rows)
         h, _, _, counts, *_ = self.run(case.design, team, given)
         return h, counts
 

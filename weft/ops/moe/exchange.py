@@ -21,12 +21,13 @@ import triton.language as tl
 import weft.language as wl
 from weft.costs.choice import least
 from weft.kernels.fp8 import COLUMNS, scales_of
-from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.knobs import around, check_knobs, either, halved, knob, powers
 from weft.ops.local import check_sizes
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing
+from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, draw_ids
 from weft.ops.op import Call
+from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -266,7 +267,34 @@ class ExchangeCall(Call, Protocol):
     def _replace(self, **fields: object) -> ExchangeCall: ...
 
 
-class ExchangeOp(MoeOp):
+class TokensOp(MoeOp):
+    """Op of the tokens of all ranks.
+
+    A case's first sizes are max_tokens, k, experts; its field ``tokens`` has each rank's.
+    """
+
+    internal = ("over_nodes",)
+    spans_nodes = True
+    dtypes = FLOATS
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Rows of all ranks."""
+        shape = MoeShape(*sizes).of_all_ranks
+        return shape.tokens * shape.hidden * dtype.itemsize
+
+
+def choices_of_all(case: Case, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, weights) of all ranks' tokens in a case, as they arrive."""
+    most, k, experts, *_ = case.sizes
+    tokens = [(T, Draw(case, rank, draw.call, draw.device)) for rank, T in enumerate(case.field("tokens"))]
+    ids = torch.cat([padded(draw_ids(one, T, k, experts), most, -1) for T, one in tokens])
+    return ids, torch.cat([padded(one.own("weights", (T, k)), most, 0) for T, one in tokens])
+
+
+class ExchangeOp(TokensOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
     calls  type of the calls, ``ExchangeCall``
@@ -275,13 +303,8 @@ class ExchangeOp(MoeOp):
     """
 
     calls: ClassVar[type[tuple]]
-    internal = ("over_nodes",)
-    spans_nodes = True
     sizes = ("max_tokens", "k", "H")
-
-    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
-        tokens = (shape[0],) * world_size
-        return super().case_of(shape, dtype, world_size, **{"tokens": tokens, **fields})
+    pinned = slice(1, None)  # choices decide how many rows a rank needs, the width which designs can send them
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden
@@ -324,13 +347,11 @@ class ExchangeOp(MoeOp):
         return self.designs[name]()
 
     def table_key(self, call: ExchangeCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        return self.name, (call.tokens, call.choices, call.width), machine.world_size
+        return self.row_name(call), (call.tokens, call.choices, call.width), machine.world_size
 
     def tuned(self, call: ExchangeCall, machine: Machine) -> Planned | None:
         # Rows of tables were measured with whole experts.
-        planned = super().tuned(call, machine) if call.tp == 1 else None
-        # Choices decide how many rows a rank needs, the width which designs can send them.
-        return planned if planned is None or planned.row.shape[1:] == (call.choices, call.width) else None
+        return super().tuned(call, machine) if call.tp == 1 else None
 
     def space(self, call: ExchangeCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield self.default("pipelined", call, machine)
@@ -361,11 +382,6 @@ class ExchangeOp(MoeOp):
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)
-
-    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Rows of all ranks."""
-        shape = MoeShape(*sizes)
-        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
 
 
 def rows_sent(sizes: Sequence[int], world_size: int) -> float:

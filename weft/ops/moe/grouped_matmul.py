@@ -69,6 +69,7 @@ class GroupedOp(MoeOp):
     dtypes = FLOATS
     collective = False
     saves = ("x", "weight", "pairs", "counts", "tiles", "tile_count")
+    pinned = slice(1, 2)  # tiles of other numbers of pairs take another shape
     gated: ClassVar[bool]
     public: ClassVar[Callable[..., torch.Tensor]]
 
@@ -115,14 +116,11 @@ class GroupedOp(MoeOp):
         return grouped_tiles_for(call, machine.caps, gated=self.gated)
 
     def table_key(self, call: GroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
-        return name, (call.pairs, call.block, call.N, call.K), 1
+        return self.row_name(call), (call.pairs, call.block, call.N, call.K), 1
 
     def tuned(self, call: GroupedCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
-        if planned is None or planned.row.shape[1] != call.block:  # tiles of other rows take another shape
-            return None
-        return planned if not call.written or holds_scales(planned.design) else None
+        return planned if planned is None or not call.written or holds_scales(planned.design) else None
 
     def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
         if call.invariant:

@@ -39,7 +39,7 @@ from weft.ops.moe.grouped.check import check_grouped
 from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE
 from weft.ops.moe.moe_schedule import moe_schedule
-from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum
+from weft.ops.moe.moe_sum import Shared, check_shared, drawn_beside, exact_beside, moe_sum
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule, check_distinct, draw_ids, experts_of
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
@@ -184,6 +184,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     sizes = ("T", "k", "H")
     dtypes = FLOATS
     spans_nodes = True
+    pinned = slice(1, None)
     # The rank's experts, its share of their features, its summand.
     differs = {**OWN_SCHEDULE, **OWN_FEATURES, "shared": (), "gate": ()}
 
@@ -219,10 +220,6 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
 
     def table_key(self, call: PairsCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.choices, call.width), machine.world_size
-
-    def tuned(self, call: PairsCall, machine: Machine) -> Planned | None:
-        planned = super().tuned(call, machine)
-        return planned if planned is None or planned.row.shape[1:] == (call.choices, call.width) else None
 
     def space(self, call: PairsCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         for algorithm in ALL_REDUCE_RMS_NORM.algorithms[: 1 if quick else None]:
@@ -276,19 +273,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         same = Draw(case, 0, draw.call, draw.device)
         ids, weights = draw_ids(same, T, k, total), same.own("weights", (T, k)).abs()
         x, weight = draw.own("x", (T * k, K)), draw.own("weight", (experts_of(case, total, rank).count, H, K), K**-0.5)
-        inputs = (
-            x,
-            weight,
-            ids,
-            weights,
-            draw.shared("residual", (T, H)),
-            1 + draw.shared("norm", (H,), dtype=norm_dtype(case)) / 8,
-        )
-        if case.field("shared"):
-            inputs += (draw.own("shared", (T, H)),)
-        if case.field("shared") == "gated":
-            # A column of a wider matrix, as a router has it.
-            inputs += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
+        residual, norm = draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,), dtype=norm_dtype(case)) / 8
+        inputs = x, weight, ids, weights, residual, norm, *drawn_beside(draw, (T, H), draw.shared)
         if case.field("bias"):
             inputs += (draw.own("bias", weight.shape[:2]),)
         return with_scales(case, inputs, 1)
@@ -309,10 +295,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
                 rows = x[place : place + len(pairs)] @ weight[e].T
                 y[pairs] = rows if bias is None else rows + bias[e]
                 place += len(pairs)
-            hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1)
-            if shared:
-                row, factors = shared[0].double(), [gate.double().sigmoid()[:, None] for gate in shared[1:]]
-                hidden = hidden + (row * factors[0] if factors else row)
+            hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1) + exact_beside(shared)
         rounded = hidden.to(case.dtype).double()
         normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * norm.double()
         return torch.stack((normed, hidden))

@@ -27,7 +27,7 @@ from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.check import check_dispatched, needs_gradients
-from weft.ops.moe.exchange import CombineArguments, channel_bytes, channel_of, padded
+from weft.ops.moe.exchange import CombineArguments, channel_bytes, channel_of, choices_of_all
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped
@@ -35,9 +35,9 @@ from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTil
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_schedule import block_for
-from weft.ops.moe.moe_sum import Shared, add_up, check_shared, moe_sum
-from weft.ops.moe.overlapped import OverlappedOp, ScatterArguments, Size, case_experts, case_start, schedule_of
-from weft.ops.moe.routing import Dispatched, Experts, Routing, Schedule, draw_ids
+from weft.ops.moe.moe_sum import Shared, add_up, check_shared, drawn_beside, exact_beside, moe_sum
+from weft.ops.moe.overlapped import OverlappedOp, ScatterArguments, case_experts, case_start, schedule_of
+from weft.ops.moe.routing import Dispatched, Experts, Routing, Schedule
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -277,9 +277,8 @@ def grouped_matmul_reduce_scatter(
     if needs_gradients(gemm.x, gemm.weight, weights, shared, gate):
         y = grouped_matmul(h, down, schedule, bias=bias)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
-    held = experts.total, experts.first, experts.count
     return MOE_RS.dispatch(
-        ScatterArguments(gemm, dispatched.routing, *held, tokens, team.name, algorithm, shared, gate)
+        ScatterArguments(gemm, dispatched.routing, *experts, tokens, team.name, algorithm, shared, gate)
     )
 
 
@@ -291,10 +290,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     # The rank's experts, its share of their features, its tokens.
     differs = {**OWN_SCHEDULE, **OWN_FEATURES, "count": (), "tokens": (), "gate": ()}
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
-
-    @staticmethod
-    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
-        return hidden, features
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -386,19 +381,10 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """h and down of this rank, ids and weights of all ranks' tokens; then shared and its gate, if any."""
-        most, k, experts, H, N = case.sizes
-        of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
-        drawn = [
-            (draw_ids(one, T, k, experts), one.own("weights", (T, k)))
-            for one, T in zip(of_ranks, case.field("tokens"), strict=True)
-        ]
-        ids = torch.cat([padded(tensor, most, -1) for tensor, _ in drawn])
-        weights = torch.cat([padded(tensor, most, 0) for _, tensor in drawn])
+        *_, H, N = case.sizes
+        ids, weights = choices_of_all(case, draw)
         down = draw.own("down", (case_experts(case, rank).count, H, N), N**-0.5)
-        inputs = draw.own("h", (ids.numel(), N)), down, ids, weights
-        if case.field("shared"):
-            # A column of a wider matrix, as a router has it.
-            inputs += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
+        inputs = draw.own("h", (ids.numel(), N)), down, ids, weights, *drawn_beside(draw, (len(ids), H))
         if case.field("bias"):
             inputs += (draw.own("bias", down.shape[:2]),)
         return with_scales(case, inputs, 1)
@@ -411,8 +397,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             h, down, _, _, *shared = with_matrix(case, tensors, 1)
             bias = shared.pop().double() if case.field("bias") else None
             h, down = exact_operands(case, h, down)
-            if shared:
-                total += shared[0].double() * shared[1].double().sigmoid()[:, None]
+            total += exact_beside(shared)
             order, place = (torch.arange(len(ids), device=ids.device) + case_start(case, source)) % len(ids), 0
             experts = case_experts(case, source)
             for local in range(experts.count):
@@ -453,9 +438,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         tokens = case.field("tokens")[team.rank]
         *shared, bias = shared if case.field("bias") else (*shared, None)
         if not isinstance(case.design, str):
-            held = experts.total, experts.first, experts.count
             gemm = GroupedArguments.of(h, down, schedule, False, bias=bias)
-            given = ScatterArguments(gemm, routing, *held, tokens, team.name, AUTO)
+            given = ScatterArguments(gemm, routing, *experts, tokens, team.name, AUTO)
             return self.run(case.design, team, given)
         dispatched = Dispatched(routing.weights.new_empty((0, down.shape[1])), routing, experts)
         beside = dict(zip(("shared", "gate"), shared, strict=False))

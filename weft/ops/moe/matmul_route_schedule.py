@@ -244,6 +244,7 @@ class MatmulRouteSchedule(MoeOp):
     dtypes = FLOATS
     mutates = ("tickets",)
     rare = ("fused", "split")
+    pinned = slice(1, None)
     collective = False
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -251,9 +252,6 @@ class MatmulRouteSchedule(MoeOp):
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> RouterCall:
         checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
         return RouterCall(*checked, dtype, design)
-
-    def call_of_case(self, case: Case, machine: Machine) -> RouterCall:
-        return self.call_of(case.sizes, case.dtype, machine, case.design)
 
     def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
         """By the number of tokens (benchmarks/lab/h200-route-parts.json)."""
@@ -291,9 +289,7 @@ class MatmulRouteSchedule(MoeOp):
 
     def tuned(self, call: RouterCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
-        if planned is None or planned.row.shape[1:] != (call.hidden, call.experts):
-            return None
-        return planned if planned.name in self.able(call) else None
+        return planned if planned is not None and planned.name in self.able(call) else None
 
     def able(self, call: RouterCall) -> list[str]:
         """Designs that take a call."""

@@ -34,12 +34,12 @@ from weft.ops.moe.exchange import (
     DispatchArguments,
     ExchangeOp,
     PushRows,
-    padded,
+    choices_of_all,
     shared_experts,
 )
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.moe_sum import moe_sum
-from weft.ops.moe.routing import Dispatched, Experts, Routing, draw_ids
+from weft.ops.moe.routing import Dispatched, Experts, Routing
 from weft.ops.moe.rows import CombinePieces, combine_pieces, combine_rows
 from weft.ops.moe.words import CombineWords, combine_words
 from weft.ops.op import register
@@ -124,7 +124,6 @@ class MoeCombine(ExchangeOp):
         "over_nodes": OverNodes,
     }  # fmt: skip
     calls = CombineCall
-    dtypes = FLOATS
 
     def costs(self, call: CombineCall, machine: Machine) -> dict[str, float]:
         item = call.dtype.itemsize
@@ -237,21 +236,11 @@ class MoeCombine(ExchangeOp):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """y with NaN for pairs of other ranks' experts; ids, and weights unless ``unweighted``, of all."""
-        most, k, experts, H = case.sizes
-        of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
-        tokens = case.field("tokens")
-        ids = torch.cat(
-            [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
-        )
+        ids, weights = choices_of_all(case, draw)
         here = shared_experts(case, rank).chosen(ids)
         here = here.any(-1) if case.field("unweighted") else here.flatten()
-        y = draw.own("y", (len(here), H)).masked_fill(~here[:, None], torch.nan)
-        if case.field("unweighted"):
-            return y, ids
-        weights = torch.cat(
-            [padded(one.own("weights", (T, k)), most, 0) for one, T in zip(of_ranks, tokens, strict=True)]
-        )
-        return y, ids, weights
+        y = draw.own("y", (len(here), case.sizes[3])).masked_fill(~here[:, None], torch.nan)
+        return (y, ids) if case.field("unweighted") else (y, ids, weights)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         most, k, _, H = case.sizes

@@ -137,16 +137,11 @@ class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has each rank's tokens."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
-    differs = {
-        "x": (0,),
-        "ids": (0,),
-        "weights": (0,),
-        "kept": (),
-    }  # tokens of the rank; and only this rank's receive buffers
+    # Tokens of the rank; and only this rank's receive buffers.
+    differs = {**dict.fromkeys(("x", "ids", "weights"), (0,)), "kept": ()}
     designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": DispatchWords, "over_nodes": OverNodes}
     calls = DispatchCall
     variants = ("fp8",)
-    dtypes = FLOATS
 
     def call_of_case(self, case: Case, machine: Machine) -> DispatchCall:
         return super().call_of_case(case, machine)._replace(fp8=case.field("fp8") is True)
@@ -182,10 +177,6 @@ class MoeDispatch(ExchangeOp):
 
     def token_bytes(self, call: DispatchCall) -> int:
         return row_bytes(call) + call.choices * (4 + call.dtype.itemsize)
-
-    def table_key(self, call: DispatchCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        name, *key = super().table_key(call, machine)
-        return name + "+fp8" * call.fp8, *key
 
     def space(self, call: DispatchCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from super().space(call, machine, quick)

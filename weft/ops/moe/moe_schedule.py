@@ -199,9 +199,6 @@ class MoeSchedule(MoeOp):
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts
 
-    def call_of_case(self, case: Case, machine: Machine) -> ScheduleCall:
-        return self.call_of(case.sizes, case.dtype, machine, case.design)
-
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         return (draw_ids(common(draw), *case.sizes),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -144,6 +144,28 @@ def add_up(y: torch.Tensor, routing: Routing, held: tuple[int, int], shared: Sha
         launch((T, cdiv(N, BLOCK)), *tensors, N, *held)
 
 
+def drawn_beside(
+    draw: Draw, shape: tuple[int, int], of_gate: Callable[..., torch.Tensor] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Summand of all tokens in a case, and its gate, by the case's field ``shared``.
+
+    That is "gated" or "ungated"; None: there is none.
+    of_gate  draws the gate; None: ``draw.own``
+    """
+    kind = draw.case.field("shared")
+    if kind is None:
+        return ()
+    # A column of a wider matrix, as a router has it.
+    gate = ((of_gate or draw.own)("gate", (shape[0], 3), 2.0)[:, 2],) if kind == "gated" else ()
+    return draw.own("shared", shape), *gate
+
+
+def exact_beside(shared: Sequence[torch.Tensor]) -> torch.Tensor | float:
+    """Summand of ``drawn_beside``, times the sigmoid of its gate, in fp64; 0 without one."""
+    row, *gate = (one.double() for one in shared) if shared else (0.0,)
+    return row * gate[0].sigmoid()[:, None] if gate else row
+
+
 class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
@@ -161,24 +183,15 @@ class MoeSum(MoeOp):
         T, k, total, N = case.sizes
         ids, weights = draw_ids(common(draw), T, k, total), common(draw).own("weights", (T, k)).abs()
         here = experts_of(case, total, rank).chosen(ids).flatten()
-        inputs = draw.own("y", (T * k, N)).masked_fill(~here[:, None], torch.nan), ids, weights
-        if case.field("shared"):
-            inputs += (draw.own("shared", (T, N)),)
-        if case.field("shared") == "gated":
-            # A column of a wider matrix, as a router has it.
-            inputs += (draw.own("gate", (T, 3), 2.0)[:, 2],)
-        return inputs
+        y = draw.own("y", (T * k, N)).masked_fill(~here[:, None], torch.nan)
+        return y, ids, weights, *drawn_beside(draw, (T, N))
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         y, ids, weights, *shared = by_rank[rank]
         T, k, total, N = case.sizes
         here = experts_of(case, total, rank).chosen(ids)[..., None]
         rows = torch.where(here, y.view(T, k, N).double(), 0.0)
-        total = (rows * weights.double()[..., None]).sum(1)
-        if not shared:
-            return total
-        row, gate = shared[0].double(), [x.double().sigmoid()[:, None] for x in shared[1:]]
-        return total + (row * gate[0] if gate else row)
+        return (rows * weights.double()[..., None]).sum(1) + exact_beside(shared)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1] + (case.field("shared") is not None))

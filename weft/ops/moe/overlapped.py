@@ -15,14 +15,13 @@ import weft.language as wl
 from weft.kernels.fp8 import E4M3, RowFormat, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.knobs import around
-from weft.ops.moe.exchange import channel_of, rows_sent
+from weft.ops.moe.exchange import TokensOp, channel_of, rows_sent
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped.rule import tiles
 from weft.ops.moe.grouped_matmul import GroupedOp
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule
+from weft.ops.moe.routing import Experts, MoeShape, Routing, Schedule
 from weft.ops.op import Call
-from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -112,7 +111,7 @@ class OverlapCall(Call, Protocol):
     def gemm(self, machine: Machine) -> GroupedCall: ...
 
 
-class OverlappedOp(MoeOp):
+class OverlappedOp(TokensOp):
     """Op with a design whose GEMM runs under the exchange, and "sequential", of nested plans.
 
     Over several nodes ``ByNodes`` takes the place of the first.
@@ -128,14 +127,11 @@ class OverlappedOp(MoeOp):
     gemm: ClassVar[GroupedOp]
     overlapped: ClassVar[str]
     alone: ClassVar[str]
-    dtypes = FLOATS
-    spans_nodes = True
-    internal = ("over_nodes",)
+    pinned = slice(1, 3)  # tiles of other rows take another shape, and other experts have other numbers of pairs
 
-    @staticmethod
-    @abstractmethod
-    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
+    def gemm_sizes(self, hidden: Size, features: Size) -> tuple[Size, Size]:
         """(N, K) of the GEMM, in which order a case has them too."""
+        return (features, hidden) if self.gemm.gated else (hidden, features)
 
     def choose(self, call: OverlapCall, machine: Machine) -> Planned:
         if machine.nodes > 1:
@@ -160,14 +156,7 @@ class OverlappedOp(MoeOp):
 
     def table_key(self, call: OverlapCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         gemm = call.gemm(machine)
-        name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
-        return name, (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
-
-    def tuned(self, call: OverlapCall, machine: Machine) -> Planned | None:
-        planned = super().tuned(call, machine)
-        # Tiles of other rows take another shape, and other experts have other numbers of pairs.
-        wanted = call.gemm(machine).block, call.held
-        return planned if planned is None or planned.row.shape[1:3] == wanted else None
+        return self.row_name(call), (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
 
     def from_row(self, row: Row, call: OverlapCall, machine: Machine) -> Any:
         # The row decides that the steps are sequential; each step has a plan.
@@ -189,9 +178,6 @@ class OverlappedOp(MoeOp):
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
-    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
-        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
-
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, *self.gemm_sizes(shape.hidden, shape.features)
 
@@ -201,16 +187,11 @@ class OverlappedOp(MoeOp):
         hidden, _ = self.gemm_sizes(*of_gemm)
         return int(rows_sent((tokens, k, experts, hidden), world_size) * hidden * dtype.itemsize)
 
-    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Rows of all ranks."""
-        shape = MoeShape(*sizes)
-        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
-
     def flops(self, sizes: Sequence[int]) -> int:
-        return self.gemm.flops(of_all_ranks(sizes))
+        return self.gemm.flops(MoeShape(*sizes).of_all_ranks)
 
     def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        return self.gemm.memory_bytes(of_all_ranks(sizes), dtype)
+        return self.gemm.memory_bytes(MoeShape(*sizes).of_all_ranks, dtype)
 
     # --- cases -------------------------------------------------------------------------------------------------------
 
@@ -401,9 +382,3 @@ def case_experts(case: Case, rank: int) -> Experts:
     """Experts of ``rank`` in a case of AG-MoE or MoE-RS."""
     total = case.sizes[2]
     return Experts.slices(total) if case.field("layout") == "slices" else Experts.whole(total, rank, case.world_size)
-
-
-def of_all_ranks(sizes: Sequence[int]) -> MoeShape:
-    """Shape of the grouped GEMM of all ranks' tokens."""
-    shape = MoeShape(*sizes)
-    return shape._replace(tokens=shape.tokens * (shape.experts // shape.held))

@@ -7,9 +7,9 @@ ones are; ``MoeShape`` has the shapes of benchmarks and tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from weft.arguments import check_int
 from weft.ops.case import Case, Draw
 from weft.ops.op import Op
-from weft.plan.planned import AUTO
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.virtual_rank import settle
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ class Experts:
                 f"experts={self} is no equal share of rank={rank} of {world_size}; use Experts.whole, slices or grouped"
             )
         return tp
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.total, self.first, self.count))
 
     def chosen(self, ids: torch.Tensor) -> torch.Tensor:
         """True for ids of these experts."""
@@ -344,6 +347,11 @@ class MoeShape(NamedTuple):
     skew: int = 0
 
     @property
+    def of_all_ranks(self) -> MoeShape:
+        """The same with the tokens of all ranks."""
+        return self._replace(tokens=self.tokens * (self.experts // self.held))
+
+    @property
     def chosen(self) -> list[float]:
         """Share of the tokens that choose each expert of the rank that has the most, about.
 
@@ -374,9 +382,24 @@ class MoeShape(NamedTuple):
 
 
 class MoeOp(Op):
-    """An op whose ``call`` is ``results`` of ``arguments``, reduced to what is ``defined``."""
+    """An op whose ``call`` is ``results`` of ``arguments``, reduced to what is ``defined``.
+
+    pinned  sizes of a row's shape that must be the call's for the row to decide; None: the nearest row does
+    """
 
     form = "moe"
+    pinned: ClassVar[slice | None] = None
+
+    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+        planned = super().tuned(call, machine)
+        if planned is None or self.pinned is None:
+            return planned
+        shape = self.table_key(call, machine)[1]
+        return planned if planned.row.shape[self.pinned] == shape[self.pinned] else None
+
+    def row_name(self, call: Any) -> str:
+        """Name of the op in rows for ``call``, with its variants."""
+        return "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         whole = MoeShape(*shape)
@@ -388,6 +411,9 @@ class MoeOp(Op):
         """A case of these sizes; fields: its further arguments."""
         given = tuple(fields.items())
         return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, design=design, fields=given)
+
+    def call_of_case(self, case: Case, machine: Machine) -> Any:
+        return self.call_of(case.sizes, case.dtype, machine, case.design)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         """``Case.sizes`` of a shape."""

@@ -329,7 +329,10 @@ def operands_of_linear_attention():
     ruled = {"qkv": f(2, 64), "gates": ops.Gates(f(2, 2), f(2, 2), f(2), f(2)), "state": f(2, 2, 16, 16)}
     prompts, step = ops.SequenceChunks.make([(0, 2)], [0]), {"lengths": i(2), "slots": i(2)}
     wrong = {**dict.fromkeys(("x", "weight", "state", "qkv", "lengths", "slots"), TENSOR), "after": TENSOR[1:]}
-    wrong |= {"sequences": (None, 5, [(0, 2)], LONG), "gates": (None, 5, (1, 2), LONG)}
+    wrong |= {
+        "sequences": (None, 5, [(0, 2)], LONG, ops.SequenceChunks(None, None, None)),
+        "gates": (None, 5, (1, 2), LONG),
+    }
     for op, update, valid in (
         (ops.causal_conv1d, ops.causal_conv1d_update, convolved),
         (ops.gated_delta_rule, ops.recurrent_gated_delta_rule, ruled),

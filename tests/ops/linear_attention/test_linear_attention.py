@@ -195,14 +195,9 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
         else:
             given[-1] = given[-1].clone()
             given[1:-1] = [ops.Gates(*given[1:-1])] if "delta" in kind else given[1:-1]
-            result = changed.forward(*given, *mutant_places(case)), given[-1]
+            place = causal_conv1d.chunks_of(case) if case.field("spans") else causal_conv1d.step_of(case)
+            result = changed.forward(*given, place), given[-1]
         check(case, 0, [inputs], result)
 
     with pytest.raises(AssertionError, match="wrong"):
         weft.simulate(main, 1)
-
-
-def mutant_places(case):
-    if case.field("spans"):
-        return (causal_conv1d.chunks_of(case),)
-    return causal_conv1d.decoding_of(case)[1:]

@@ -18,9 +18,9 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.sequence_chunks import (
     CHUNK,
     SequenceChunks,
+    Step,
     check_chunks,
     check_columns,
-    check_decoding,
 )
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import Op, register
@@ -160,9 +160,7 @@ def causal_conv1d_update(
     """
     name = "causal_conv1d_update"
     _check(name, x, weight, state)
-    after = slots if after is None else after
-    check_decoding(name, x.shape[0], lengths, slots, after, x.device)
-    return CAUSAL_CONV1D_UPDATE.dispatch(x, weight, state, lengths, slots, after)
+    return CAUSAL_CONV1D_UPDATE.dispatch(x, weight, state, Step.checked(name, x, lengths, slots, after))
 
 
 def _check(op: str, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
@@ -258,22 +256,17 @@ class CausalConv1dUpdate(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Tensors of a call. sizes: channels, taps, new tokens of each sequence."""
-        channels, taps, queries = case.sizes
-        x, _, _, after = decoding_of(case)
+        channels, taps, _ = case.sizes
+        after = step_of(case).after
         state = draw.own("state", (int(after.max()) + 1, taps - 1, channels))
-        return draw.own("x", (x, channels)), draw.own("weight", (channels, taps)), state
+        return draw.own("x", (len(after), channels)), draw.own("weight", (channels, taps)), state
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, old = (x.double() for x in by_rank[rank])
-        (tokens, lengths, slots, after), queries = decoding_of(case), case.sizes[2]
-        out, state = torch.zeros_like(x), old.clone()
-        for row in range(tokens):
-            if lengths[row] == 0:
-                continue
-            first = row // queries * queries
-            kept = old[slots[row // queries]] if lengths[first] > 1 else torch.zeros_like(old[0])
+        step, out, state = step_of(case), torch.zeros_like(x), old.clone()
+        for row, first, kept in step.rows(old):
             every, whole = convolved(x[first : row + 1], weight, kept)
-            out[row], state[after[row]] = every[-1], whole[len(whole) - len(kept) :]
+            out[row], state[step.after[row]] = every[-1], whole[len(whole) - len(kept) :]
         return out, state
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -281,9 +274,8 @@ class CausalConv1dUpdate(Op):
 
     def call(self, case: Case, team: Team, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> Inputs:
         state = state.clone(memory_format=torch.contiguous_format)
-        _, *places = (one if isinstance(one, int) else one.to(x.device) for one in decoding_of(case))
-        wide = torch.cat((x, x), dim=1)[:, : x.shape[1]]
-        return defined_rows(causal_conv1d_update(wide, weight, state, *places), places[0]), state
+        step, wide = step_of(case).to(x.device), torch.cat((x, x), dim=1)[:, : x.shape[1]]
+        return defined_rows(causal_conv1d_update(wide, weight, state, *step), step.lengths), state
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
@@ -295,30 +287,22 @@ class CausalConv1dUpdate(Op):
             ):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("lengths", lengths),))
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        state: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor,
-        after: torch.Tensor,
-    ) -> torch.Tensor:
-        out, (channels, taps) = self.fake(x, weight, state, lengths, slots, after), weight.shape
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, step: Step) -> torch.Tensor:
+        out, (channels, taps) = self.fake(x, weight, state, step), weight.shape
         if out.numel() > 0:
-            grid = len(slots), cdiv(channels, STEP_CHANNELS)
-            constants = {"CHANNELS": channels, "TAPS": taps, "BLOCK": STEP_CHANNELS, "QUERIES": len(x) // len(slots)}
-            places = (one.contiguous() for one in (lengths, slots, after))
+            grid = len(step.slots), cdiv(channels, STEP_CHANNELS)
+            constants = {"CHANNELS": channels, "TAPS": taps, "BLOCK": STEP_CHANNELS, "QUERIES": step.queries}
+            places = (one.contiguous() for one in step)
             arguments = x, x.stride(0), weight.contiguous(), state, *places, out
             causal_conv1d_update_kernel[grid](*arguments, **constants, **launch_options(capabilities_of(x.device)))
         return out
 
-    def fake(self, x, weight, state, lengths, slots, after):
+    def fake(self, x, weight, state, step):
         return x.new_empty(x.shape)
 
 
-def decoding_of(case: Case) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, lengths, slots, after) of a case of a step.
+def step_of(case: Case) -> Step:
+    """Step of a case.
 
     Field ``lengths``: tokens of each sequence before the step; -1: padding. Sequences begin in their second state where they
     have one, and have a padded last token where they have more than two.
@@ -330,7 +314,7 @@ def decoding_of(case: Case) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tens
     ]  # fmt: skip
     after = torch.arange(1, len(lengths) + 1, dtype=torch.int32)
     slots = after.view(-1, queries)[:, min(1, queries - 1)].contiguous()
-    return len(lengths), torch.tensor(lengths, dtype=torch.int32), slots, after
+    return Step(torch.tensor(lengths, dtype=torch.int32), slots, after)
 
 
 def defined_rows(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

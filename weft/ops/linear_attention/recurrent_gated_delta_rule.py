@@ -10,7 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.linear_attention.causal_conv1d import decoding_of, defined_rows
+from weft.ops.linear_attention.causal_conv1d import defined_rows, step_of
 from weft.ops.linear_attention.delta_rule import (
     L2_EPS,
     DeltaSizes,
@@ -22,7 +22,7 @@ from weft.ops.linear_attention.delta_rule import (
     sizes_of,
 )
 from weft.ops.linear_attention.gated_delta_rule import delta_inputs
-from weft.ops.linear_attention.sequence_chunks import check_decoding
+from weft.ops.linear_attention.sequence_chunks import Step
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
 from weft.runtime.capabilities import launch_options
@@ -89,9 +89,7 @@ def recurrent_gated_delta_rule(
     """
     name = "recurrent_gated_delta_rule"
     check_delta_rule(name, qkv, gates, state)
-    after = slots if after is None else after
-    check_decoding(name, qkv.shape[0], lengths, slots, after, qkv.device)
-    return RECURRENT_GATED_DELTA_RULE.dispatch(qkv, gates, state, lengths, slots, after)
+    return RECURRENT_GATED_DELTA_RULE.dispatch(qkv, gates, state, Step.checked(name, qkv, lengths, slots, after))
 
 
 class RecurrentGatedDeltaRule(Op):
@@ -102,21 +100,17 @@ class RecurrentGatedDeltaRule(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Tensors of a call. sizes: key heads, value heads, K, V, new tokens of each sequence."""
-        tokens, *_, after = decoding_of(case)
-        return delta_inputs(DeltaSizes(*case.sizes[:4]), tokens, int(after.max()) + 1, draw, case)
+        after = step_of(case).after
+        return delta_inputs(DeltaSizes(*case.sizes[:4]), len(after), int(after.max()) + 1, draw, case)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         qkv, *gates, old = (x.double() for x in by_rank[rank])
-        (tokens, lengths, slots, after), queries = decoding_of(case), case.sizes[4]
-        sizes = DeltaSizes(*case.sizes[:4])
+        step, sizes = step_of(case), DeltaSizes(*case.sizes[:4])
         whole, state = Recurrence.of(qkv, Gates(*gates), sizes), old.clone()
-        out = qkv.new_zeros(tokens, sizes.value_heads, sizes.V)
-        for row in range(tokens):
-            if lengths[row] > 0:
-                first = row // queries * queries
-                kept = old[slots[row // queries]] if lengths[first] > 1 else torch.zeros_like(old[0])
-                outs, states = whole.rows(first, row + 1 - first).run(kept)
-                out[row], state[after[row]] = outs[-1], states[-1]
+        out = qkv.new_zeros(len(qkv), sizes.value_heads, sizes.V)
+        for row, first, kept in step.rows(old):
+            outs, states = whole.rows(first, row + 1 - first).run(kept)
+            out[row], state[step.after[row]] = outs[-1], states[-1]
         return out, state
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -125,9 +119,9 @@ class RecurrentGatedDeltaRule(Op):
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Inputs:
         qkv, *gates, state = tensors
         state, wide = state.clone(memory_format=torch.contiguous_format), torch.cat((qkv, qkv), dim=1)
-        _, *places = (one if isinstance(one, int) else one.to(qkv.device) for one in decoding_of(case))
-        out = recurrent_gated_delta_rule(wide[:, : qkv.shape[1]], Gates(*gates), state, *places)
-        return defined_rows(out, places[0]), state.to(case.dtype)
+        step = step_of(case).to(qkv.device)
+        out = recurrent_gated_delta_rule(wide[:, : qkv.shape[1]], Gates(*gates), state, *step)
+        return defined_rows(out, step.lengths), state.to(case.dtype)
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP32, BF16, FP16):
@@ -139,27 +133,19 @@ class RecurrentGatedDeltaRule(Op):
             ):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("lengths", lengths),))
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        gates: Gates,
-        state: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor,
-        after: torch.Tensor,
-    ) -> torch.Tensor:
-        out, sizes = self.fake(qkv, gates, state, lengths, slots, after), sizes_of(qkv, state)
+    def forward(self, qkv: torch.Tensor, gates: Gates, state: torch.Tensor, step: Step) -> torch.Tensor:
+        out, sizes = self.fake(qkv, gates, state, step), sizes_of(qkv, state)
         if out.numel() > 0:
             columns = min(sizes.V, CELLS // sizes.K)
-            grid = len(slots), sizes.value_heads * (sizes.V // columns)
-            constants = {"SIZES": sizes, "COLUMNS": columns, "QUERIES": len(qkv) // len(slots)}
-            places = (x.contiguous() for x in (lengths, slots, after))
+            grid = len(step.slots), sizes.value_heads * (sizes.V // columns)
+            constants = {"SIZES": sizes, "COLUMNS": columns, "QUERIES": step.queries}
+            places = (x.contiguous() for x in step)
             arguments = qkv, qkv.stride(0), *kernel_gates(gates), *places, state, out, sizes.K**-0.5
             options = launch_options(capabilities_of(qkv.device))
             recurrent_gated_delta_rule_kernel[grid](*arguments, **constants, **options)
         return out
 
-    def fake(self, qkv, gates, state, lengths, slots, after):
+    def fake(self, qkv, gates, state, step):
         return qkv.new_empty((qkv.shape[0], state.shape[1], state.shape[3]))
 
 

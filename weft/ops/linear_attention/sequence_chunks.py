@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,10 +67,10 @@ def check_chunks(op: str, sequences: SequenceChunks, device: torch.device) -> No
         raise ValueError(
             f"{op}: sequences={quoted(sequences)} are not SequenceChunks; make them with SequenceChunks.make"
         )
-    for name, shape in (("rows", ("B", 3)), ("slots", (len(sequences.rows),)), ("chunks", ("n", 2))):
-        tensor = getattr(sequences, name)
+    for name, tensor, shape in zip(sequences._fields, sequences, (("B", 3), ("B",), ("n", 2)), strict=True):
         check_like(op, f"sequences.{name}", tensor, device, (torch.int32,))
         check_shape(op, f"sequences.{name}", tensor, shape)
+    check_shape(op, "sequences.slots", sequences.slots, (len(sequences.rows),))
 
 
 def check_columns(op: str, name: str, x: torch.Tensor) -> None:
@@ -82,14 +82,43 @@ def check_columns(op: str, name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_decoding(
-    op: str, tokens: int, lengths: torch.Tensor, slots: torch.Tensor, after: torch.Tensor, device: torch.device
-) -> int:
-    """New tokens of each sequence of a step. ValueError unless the tensors fit ``tokens`` rows."""
-    for name, tensor, shape in (("lengths", lengths, (tokens,)), ("slots", slots, ("B",)), ("after", after, (tokens,))):
-        check_like(op, name, tensor, device, (torch.int32,))
-        check_shape(op, name, tensor, shape)
-    batch = slots.shape[0]
-    if tokens % batch if batch else tokens:
-        raise ValueError(f"{op}: {tokens} rows of {batch} slots; pass as many rows of every sequence")
-    return tokens // batch if batch else 1
+class Step(NamedTuple):
+    """Few new tokens of each of B sequences, in rows that follow each other. All int32.
+
+    lengths  [T]: tokens of the sequence up to and with a row's; 0: padding
+    slots    [B]: index of a sequence's state before the step
+    after    [T]: index of the state after a token
+    """
+
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    after: torch.Tensor
+
+    @classmethod
+    def checked(
+        cls, op: str, x: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, after: torch.Tensor | None
+    ) -> Step:
+        """Step of the rows of x; after: None: ``slots``. ValueError for tensors that do not fit."""
+        step, tokens = cls(lengths, slots, slots if after is None else after), x.shape[0]
+        for name, tensor, shape in zip(cls._fields, step, ((tokens,), ("B",), (tokens,)), strict=True):
+            check_like(op, name, tensor, x.device, (torch.int32,))
+            check_shape(op, name, tensor, shape)
+        batch = len(slots)
+        if tokens % batch if batch else tokens:
+            raise ValueError(f"{op}: {tokens} rows of {batch} slots; pass as many rows of every sequence")
+        return step
+
+    def to(self, device: torch.device) -> Step:
+        return Step(*(x.to(device) for x in self))
+
+    @property
+    def queries(self) -> int:
+        """New tokens of a sequence."""
+        return len(self.lengths) // len(self.slots)
+
+    def rows(self, states: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(row, first row of its sequence, that one's state before) of each token; waits for the device."""
+        for row in (self.lengths > 0).nonzero().flatten().tolist():
+            first = row // self.queries * self.queries
+            before = states[self.slots[row // self.queries]]
+            yield row, first, before if self.lengths[first] > 1 else torch.zeros_like(before)

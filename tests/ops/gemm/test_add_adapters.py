@@ -52,6 +52,18 @@ def test_a_row_of_a_batch_gets_the_bits_that_it_gets_alone():
     assert weft.simulate(main, 1) == [True]
 
 
+def test_scales_may_be_strided():
+    def main(team):
+        [case] = [case for case in CASES if case.sizes[0] == 5 and case.dtype == torch.bfloat16]
+        y, *rest, scale, adapters = module.ADD_ADAPTERS.inputs(case, 0, Draw(case, 0))
+        strided = torch.stack((scale, scale + 1), dim=1)[:, 0]
+        for one, out in ((scale, y), (strided, other := y.clone())):
+            ops.add_adapters(out, *rest, one, module._ends(case), adapters)
+        return torch.equal(y, other)
+
+    assert weft.simulate(main, 1) == [True]
+
+
 # What the cases must see.
 MUTANTS = {
     "another adapter": ("A + (number * WIDTH + column)", "A + column"),
@@ -108,6 +120,17 @@ def arguments(**changes):
         ({"ends": [40, 40]}, "ends=[40, 40] do not ascend"),
         ({"ends": []}, "ends=[] do not ascend"),
         ({"ends": [1, 2, 3, 40]}, "do not ascend to N=40; pass the end of each of up to 3"),
+        ({"y": torch.zeros(40).expand(4, 40)}, "y has strides (0, 1); its rows must be contiguous"),
+        ({"x": torch.zeros(4, 0), "A": torch.zeros(2, 32, 0)}, "x has shape (4, 0); pass 1 or more columns"),
+        (
+            {
+                "A": torch.zeros(1).expand(1 << 22, 32, 32),
+                "x": torch.zeros(4, 32),
+                "B": torch.zeros(1).expand(1 << 22, 40, 16),
+                "scale": torch.zeros(1 << 22),
+            },
+            "A has 4294967296 elements, more than 2147483648; pass a part of the adapters in each of several calls",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):

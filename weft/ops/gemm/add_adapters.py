@@ -11,7 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import is_integer, quoted
-from weft.kernels.operands import rows_contiguous
+from weft.kernels.operands import has_dense_rows, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import Op, register
@@ -28,6 +28,8 @@ FEWEST_COLUMNS, ENOUGH_PROGRAMS = 512, 64
 # Rows of a program: of few rows as many as tensor cores take.
 FEW_ROWS, ROWS = 16, 64
 COLUMNS = 64
+# Elements of A, and of B: the kernels count them in 32 bits.
+MOST_ELEMENTS = 2**31
 
 
 @triton.jit(do_not_specialize=["T", "count"])
@@ -157,7 +159,7 @@ def add_adapters(
     name = "add_adapters"
     check_like(name, "y", y, None, FLOATS)
     check_shape(name, "y", y, ("T", "N"))
-    if y.shape[1] > 1 and y.stride(1) != 1:
+    if not has_dense_rows(y):
         raise ValueError(
             f"{name}: y has strides {y.stride()}; its rows must be contiguous, since it is written in place"
         )
@@ -182,7 +184,15 @@ def add_adapters(
             f"{name}: ends={quoted(ends)} do not ascend to N={N}; pass the end of each of up to 3 matrices"
         )
     check_shape(name, "x", x, (T, "K"))
+    if x.shape[1] == 0:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; pass 1 or more columns")
     check_shape(name, "A", A, (count, len(ends) * rank, x.shape[1]))
+    for what, tensor in (("A", A), ("B", B)):
+        if tensor.numel() > MOST_ELEMENTS:
+            raise ValueError(
+                f"{name}: {what} has {tensor.numel()} elements, more than {MOST_ELEMENTS}; pass a part of the adapters in each "
+                "of several calls, with -1 for the rows of the other parts"
+            )
     check_shape(name, "scale", scale, (count,))
     check_shape(name, "adapters", adapters, (T,))
     ADD_ADAPTERS.dispatch(y, x, A, B, scale, list(map(int, ends)), adapters)
@@ -259,37 +269,21 @@ class AddAdapters(Op):
         if y.numel() == 0:
             return
         (T, N), (count, width, K), rank = y.shape, A.shape, B.shape[2]
-        x, A, B, adapters = rows_contiguous(x), A.contiguous(), B.contiguous(), adapters.contiguous()
+        x, (A, B, scale, adapters) = rows_contiguous(x), (one.contiguous() for one in (A, B, scale, adapters))
         rows = FEW_ROWS if T <= FEW_ROWS else min(ROWS, next_power_of_2(T))
         tiles = cdiv(T, rows) * len(ends)
         chunk, splits = _cut(K, tiles)
         inner = torch.empty((splits, T, width), dtype=FP32, device=y.device)
         caps = capabilities_of(y.device)
 
-        def shrinks() -> dict[str, Any]:
-            return {
-                "WIDTH": width,
-                "ROWS": rows,
-                "RANK": rank,
-                "BLOCK_K": block_k(y.dtype),
-                "num_warps": 4,
-                **launch_options(caps),
-            }
-
-        def expands() -> dict[str, Any]:
-            return {
-                "WIDTH": width,
-                "ROWS": rows,
-                "RANK": rank,
-                "BLOCK": COLUMNS,
-                "num_warps": 4,
-                **launch_options(caps),
-            }
+        def constants(**tile: int) -> dict[str, Any]:
+            sizes = {"WIDTH": width, "ROWS": rows, "RANK": rank, **tile}
+            return {**sizes, "num_warps": 4, **launch_options(caps)}
 
         key = width, rows, rank, y.dtype
-        shrink = launch_on(y.device, shrink_adapters_kernel, key, shrinks)
+        shrink = launch_on(y.device, shrink_adapters_kernel, key, lambda: constants(BLOCK_K=block_k(y.dtype)))
         shrink((tiles, splits), x, x.stride(0), adapters, A, inner, T, K, count, chunk)
-        expand = launch_on(y.device, expand_adapters_kernel, key, expands)
+        expand = launch_on(y.device, expand_adapters_kernel, key, lambda: constants(BLOCK=COLUMNS))
         first, second = (*ends, N, N)[:2]
         programs = cdiv(T, rows) * cdiv(N, COLUMNS)
         expand(programs, y, y.stride(0), adapters, B, scale, inner, T, N, count, splits, first, second)

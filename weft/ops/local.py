@@ -96,6 +96,12 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str])
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be ({wanted})")
 
 
+def check_contiguous(op: str, name: str, x: torch.Tensor) -> None:
+    """ValueError unless ``x``, which a kernel writes or reads where it lies, is contiguous."""
+    if not x.is_contiguous():
+        raise ValueError(f"{op}: {name} has strides {x.stride()}; it is used in place, so it must be contiguous")
+
+
 def check_sizes(op: str, names: Sequence[str], sizes: Sequence[Any]) -> tuple[int, ...]:
     """The sizes of a call to be planned. ValueError unless they are positive integers."""
     return tuple(

@@ -41,6 +41,12 @@ def test_wrong_arguments_are_refused():
         ops.adjust_logits(logits, 0, changes()._replace(recent=torch.zeros(2, 4, dtype=torch.int64)), rows, rows)
     with pytest.raises(ValueError, match="changes.seen has strides"):
         ops.note_tokens(changes()._replace(seen=torch.zeros(8, 2, dtype=torch.int32).t()), 0, rows, rows, rows)
+    with pytest.raises(ValueError, match=r"changes.ends has shape \(2, 3\); pad its rows to powers of two"):
+        ops.adjust_logits(logits, 0, changes()._replace(ends=torch.zeros(2, 3, dtype=torch.int64)), rows, rows)
+    with pytest.raises(ValueError, match=r"allowed has shape \(2, 2\); bits of 60 token ids from 10 on take 3 columns"):
+        ops.adjust_logits(torch.zeros(2, 60), 10, changes(vocab=60), rows, rows, guided=True)
+    with pytest.raises(ValueError, match=r"rows has shape \(\); it must be \(B,\)"):
+        ops.note_tokens(changes(), 0, rows[0], rows, rows)
     with pytest.raises(ValueError, match="changes=None is not a LogitChanges"):
         ops.note_tokens(None, 0, rows, rows, rows)
 

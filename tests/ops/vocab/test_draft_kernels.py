@@ -73,6 +73,8 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="history has strides"):
         ops.ngram_drafts(torch.zeros(8, 2, dtype=torch.int32).t(), longs, longs, 2, 1, 2)
     rows = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"chosen has shape \(2, 0\); pass 1 or more rows"):
+        ops.accept_drafts(rows[:, :0], rows[:, :0], longs, rows)
     with pytest.raises(ValueError, match="results has 4 columns; it needs 5"):
         ops.accept_drafts(rows, rows, longs, torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"rows has shape \(2, 2\); it must be \(2, 3\)"):

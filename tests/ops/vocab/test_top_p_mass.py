@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+import weft
 from tests.compiling import TARGETS, compiled
 from tests.ops.test_compile_layer_kernels import FP32, INTS, LONGS, caps_of, check_compiles, check_machine_code
 from tests.ops.vocab.test_sample_argmax import DTYPES
 from weft import ops
-from weft.ops.vocab.top_p_mass import narrow_kernel, top_p_mass_kernel
+from weft.ops.vocab.top_p_mass import LOWEST, narrow, narrow_kernel, top_p_mass_kernel
 from weft.runtime.capabilities import launch_options
 
 
@@ -15,6 +16,19 @@ def test_wrong_arguments_are_refused():
     logits, rows = torch.zeros(2, 8), torch.zeros(2)
     with pytest.raises(ValueError, match="shift=3 is not one of 28, 24"):
         ops.top_p_mass(logits, rows, rows, rows.int(), 3)
+    above, strided = torch.zeros(1, 16, 2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)[:, 0]
+    with pytest.raises(ValueError, match=r"narrow: low has strides \(2,\); it is used in place"):
+        narrow(above, rows, strided, rows.long(), 28)
+
+
+def test_low_may_be_strided():
+    def main(team):
+        logits, rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), torch.ones(3)
+        low = torch.tensor([[LOWEST, 0], [-5, 0], [1 << 29, 0]], dtype=torch.int32)[:, 0]
+        masses = (ops.top_p_mass(logits, logits.amax(1), rows, x, 28) for x in (low, low.contiguous()))
+        return torch.equal(*masses)
+
+    assert weft.simulate(main, 1) == [True]
 
 
 KERNELS = ("top_p_mass", "top_p_mass count", "top_p_mass floor", "narrow", "narrow first")

@@ -25,7 +25,7 @@ from weft.ops.attention.attention_op import PAGE_SIZES
 from weft.ops.attention.merge_attention import merge_into
 from weft.ops.attention.mla_plan import LatentBlocks, MLACall, MLAPlan
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, machine_on
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv
@@ -142,8 +142,7 @@ def check_latents(op: str, cache: torch.Tensor, like: torch.Tensor, latent: int,
     if cache.shape[0] == 0 or cache.shape[1] not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"{op}: cache has shape {tuple(cache.shape)}; it has 1 or more pages, each of {sizes} tokens")
-    if not cache.is_contiguous():
-        raise ValueError(f"{op}: cache has strides {cache.stride()}; it is used in place, so it must be contiguous")
+    check_contiguous(op, "cache", cache)
 
 
 def check_latent_sizes(latent: int, rope: int, remedy: str = "", op: str = "") -> None:

@@ -24,7 +24,7 @@ from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
 from weft.ops.attention import cases
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, norm_dtypes
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, norm_dtypes
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
@@ -306,10 +306,7 @@ def check_cache(
                 f"{op}: {name} has shape {tuple(x.shape)}; a cache has at least one page, head and slot, and a head_dim of "
                 f"{', '.join(map(str, HEAD_DIMS))}"
             )
-        if not x.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} has strides {x.stride()}; a cache is used in place, so it must be contiguous"
-            )
+        check_contiguous(op, name, x)
     if scaled:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is None:

@@ -53,7 +53,7 @@ def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> No
             continue
         check_matrix(op, name, of, dtypes, data.device, "a 4-bit")
         if name != "x" and not of.is_contiguous():
-            raise ValueError(f"{op}: {name} has strides {of.stride()}; pass name.contiguous()")
+            raise ValueError(f"{op}: {name} has strides {of.stride()}; pass {name}.contiguous()")
     check_product(op, x.shape[1], N, K, gated)
     if data.shape[1] != cdiv(K, BLOCK) * BLOCK // 2:
         raise ValueError(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
 from weft.ops.op import Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -61,6 +61,8 @@ def accept_drafts(
     check_like("accept_drafts", "chosen", chosen, None, (torch.int64,))
     check_shape("accept_drafts", "chosen", chosen, ("B", "n"))
     batch, places = chosen.shape
+    if places == 0:
+        raise ValueError(f"accept_drafts: chosen has shape {tuple(chosen.shape)}; pass 1 or more rows of each sequence")
     for name, x, shape in (
         ("rows", rows, (batch, places)),
         ("newest", newest, (batch,)),
@@ -68,8 +70,8 @@ def accept_drafts(
     ):
         check_like("accept_drafts", name, x, chosen.device, (torch.int64,))
         check_shape("accept_drafts", name, x, shape)
-        if name != "rows" and not x.is_contiguous():
-            raise ValueError(f"accept_drafts: {name} has strides {x.stride()}; it must be contiguous")
+        if name != "rows":
+            check_contiguous("accept_drafts", name, x)
     if results.shape[1] < places + 2:
         raise ValueError(f"accept_drafts: results has {results.shape[1]} columns; it needs {places + 2}")
     return ACCEPT_DRAFTS.dispatch(chosen, rows, newest, results)

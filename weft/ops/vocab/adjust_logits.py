@@ -24,7 +24,7 @@ import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_count, check_flag
 from weft.ops.vocab.sample_argmax import CASES_FIRST, Chunks, LogitsOp
@@ -34,6 +34,8 @@ from weft.runtime.team.team import Team
 
 BLOCK = 1024
 NO_TOKEN, ANY_TOKEN = -1, -2
+# Sizes of the tables that a program loads whole.
+POWERS = tuple(1 << power for power in range(21))
 
 
 class LogitChanges(NamedTuple):
@@ -155,6 +157,12 @@ def adjust_logits(
     for name, x in (("rows", rows), ("position", position)):
         check_like("adjust_logits", name, x, logits.device, (torch.int64,))
         check_shape("adjust_logits", name, x, (logits.shape[0],))
+    words = (first + logits.shape[1] - 1) // 32 - first // 32 + 1
+    if guided and changes.allowed.shape[1] < words:
+        raise ValueError(
+            f"adjust_logits: changes.allowed has shape {tuple(changes.allowed.shape)}; bits of {logits.shape[1]} token ids "
+            f"from {first} on take {words} columns"
+        )
     return ADJUST_LOGITS.dispatch(logits, rows, position, first, list(changes), guided)
 
 
@@ -176,8 +184,9 @@ def check_changes(op: str, changes: LogitChanges) -> None:
         x = getattr(changes, name)
         check_like(op, f"changes.{name}", x, changes.bias.device, (dtype,))
         check_shape(op, f"changes.{name}", x, (slots, *shape))
-        if not x.is_contiguous():
-            raise ValueError(f"{op}: changes.{name} has strides {x.stride()}; it must be contiguous")
+        check_contiguous(op, f"changes.{name}", x)
+        if name in ("ends", "bad_words") and not all(size in POWERS for size in x.shape[1:]):
+            raise ValueError(f"{op}: changes.{name} has shape {tuple(x.shape)}; pad its rows to powers of two")
 
 
 def adjusted(

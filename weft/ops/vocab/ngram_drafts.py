@@ -11,7 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
 from weft.ops.op import Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -92,8 +92,7 @@ def ngram_drafts(
     check_int("ngram_drafts: drafts", drafts, 1, MOST_DRAFTS)
     check_int("ngram_drafts: most", most, 1, MOST_TOKENS)
     check_int("ngram_drafts: least", least, 1, most)
-    if not history.is_contiguous():
-        raise ValueError(f"ngram_drafts: history has strides {history.stride()}; it must be contiguous")
+    check_contiguous("ngram_drafts", "history", history)
     return NGRAM_DRAFTS.dispatch(history, newest, positions, drafts, least, most)
 
 

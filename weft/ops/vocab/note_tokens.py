@@ -52,7 +52,7 @@ def note_tokens(
     check_count("note_tokens", "first", first)
     for name, x in (("rows", rows), ("tokens", tokens), ("position", position)):
         check_like("note_tokens", name, x, changes.bias.device, (torch.int64,))
-        check_shape("note_tokens", name, x, (len(rows),))
+        check_shape("note_tokens", name, x, ("B",) if name == "rows" else (len(rows),))
     NOTE_TOKENS.dispatch(changes.seen, changes.recent, rows, tokens, position, first)
 
 

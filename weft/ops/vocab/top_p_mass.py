@@ -21,9 +21,9 @@ import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
 from weft.ops.op import Op, register
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_flag
 from weft.ops.vocab.sample_argmax import Chunks, LogitsOp, ordered
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -154,6 +154,7 @@ def top_p_mass(
     ):
         check_like("top_p_mass", name, x, logits.device, (dtype,))
         check_shape("top_p_mass", name, x, (logits.shape[0],))
+    check_flag("top_p_mass", "count", count)
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
     return TOP_P_MASS.dispatch(MassArguments(logits, best, temperature, low, shift, count, floor))
@@ -180,6 +181,8 @@ def narrow(
     wanted  [B] int64, set by the first shift for the next ones
     count   `wanted` is given, for all shifts
     """
+    for name, x in (("low", low), ("wanted", wanted)):
+        check_contiguous("narrow", name, x)
     NARROW.dispatch(above, top_p, low, wanted, shift, count)
 
 
@@ -257,7 +260,7 @@ class TopPMass(LogitsOp):
                 logits.stride(0),
                 best.contiguous(),
                 temperature.contiguous(),
-                low,
+                low.contiguous(),
                 floor if floor is None else floor.contiguous(),
                 above,
                 vocab,

@@ -319,7 +319,7 @@ class Op:
     def _check(self, arguments: Sequence[Any]) -> None:
         """Compare the ranks' calls where the team does so; ``examine`` them where the host may read."""
         if "team" not in self.layout.defaults:
-            if type(self).examine is not Op.examine and arguments[0].is_cpu:
+            if type(self).examine is not Op.examine and flat(arguments)[0].is_cpu:
                 self.examine(self.layout.named(arguments))
         elif COMPARING and (given := self.layout.named(arguments))["team"] in COMPARING:
             team = find_team(given.pop("team"))

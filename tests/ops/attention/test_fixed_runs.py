@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import weft
 from tests.compiling import SHARED, compiled, sums_of
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, everywhere, random
@@ -26,6 +27,7 @@ SHAPES = [
     (8, 2, 64, 150, BF16, {}),
     (6, 2, 64, 90, BF16, {"window": 37, "sinks": True}),
     (4, 1, 64, 90, BF16, {"softcap": 3.0}),
+    (20, 1, 16, 40, FP32, {}),
 ]
 PAGE = 16
 
@@ -120,6 +122,34 @@ def test_planted_orders_are_caught(planted, monkeypatch):
     memo.forget()
 
 
+def test_a_table_without_pages_gives_zeros():
+    def main(team):
+        q, cache = torch.ones(2, 4, 16), torch.ones(3, 2, PAGE, 16)
+        lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32)
+        attended, rows = Attended(PagedCache(cache, cache), table, ScoreRule.of(1.0)), Rows(lengths, lengths)
+        return attend_in_runs(FixedRuns(programs=2), q, attended, rows, queries=1).abs().max().item()
+
+    torch.use_deterministic_algorithms(True)  # new tensors are NaN
+    try:
+        assert weft.simulate(main, 1) == [0.0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_lengths_apart_in_a_window_are_refused():
+    def main(team):
+        q, cache = torch.ones(4, 2, 16), torch.ones(40, 1, PAGE, 16)
+        given = torch.arange(40, dtype=torch.int32)[None].repeat(2, 1), torch.tensor([9, 0, 20, 22], dtype=torch.int32)
+        ops.paged_attention(q, cache, cache, *given, queries=2, invariant=True)
+        ops.paged_attention(q, cache, cache, *given, queries=2, window=5)
+        with pytest.raises(
+            ValueError, match=r"lengths=\[20, 22\] of one sequence do not lie within a range of queries=2"
+        ):
+            ops.paged_attention(q, cache, cache, *given, queries=2, invariant=True, window=5)
+
+    weft.simulate(main, 1)
+
+
 def test_tiles_of_another_size_are_refused():
     sequence = Sequence(4, 2, 64, 20, BF16, "cpu")
     spans = ops.SequenceRanges.make([(0, 20)], 2, BF16, block_m=128)
@@ -133,7 +163,7 @@ def built(arch, dtype=BF16, D=128, group=4, queries=1, split=True, window=None):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     design, options = fixed_runs.fixed_runs_for(D, dtype, caps, 4, 4096), launch_options(caps)
     per = 0 if queries == 0 else fixed_runs.tokens_in_tile(group, queries, dtype)
-    tile = RunTile(group, fixed_runs.block_m_of(dtype), design.block_n, design.run, per, split, window)
+    tile = RunTile(group, fixed_runs.block_m_of(dtype, group), design.block_n, design.run, per, split, window)
     options |= {"num_warps": design.num_warps, "num_stages": design.num_stages}
     partials = RunPartials(FLOATS, FLOATS, INTS) if split else RunPartials(x, x, x)
     rest = INTS, x, Rows(INTS, INTS), 40, 9, partials, ScoreRule(0.1)

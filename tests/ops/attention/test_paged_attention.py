@@ -111,6 +111,14 @@ def test_wrong_arguments_are_refused(message, position, value):
     check_refused(ops.paged_attention, changed(2, value, arguments) if position == 1 else arguments, message)
 
 
+def test_a_scale_that_is_not_positive_is_refused_with_several_queries():
+    q, keys, values, pages, lengths, *_ = layer_arguments()[1]
+    q, lengths, call = torch.cat((q, q)), torch.cat((lengths, lengths)), ops.paged_attention
+    for scale in (0.0, -1.0):
+        message = f"scale={scale} is not positive; scores are compared before it is applied"
+        check_refused(lambda scale=scale: call(q, keys, values, pages, lengths, scale, queries=2), (), message)
+
+
 def test_heads_that_kv_heads_do_not_share_evenly_are_refused():
     cache, (_, _, _, *rest) = torch.ones(9, 2, 16, 64), layer_arguments()[1]
     check_refused(ops.paged_attention, (torch.ones(1, 3, 64), cache, cache, *rest[:2]), "q has 3 heads and keys 2")

@@ -71,6 +71,14 @@ def check_window(op: str, window: int | None) -> None:
         check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
 
 
+def check_scale(op: str, scale: float | None) -> None:
+    """ValueError unless ``scale`` is None or a positive number."""
+    if scale is not None:
+        check_scalar(op, "scale", scale)
+        if scale <= 0:
+            raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+
+
 def check_scores(
     op: str,
     q_heads: int,

@@ -403,5 +403,6 @@ def invariant_cases(op: str, fixed_runs: type) -> Iterator[Case]:
         yield case_of(op, SMALL, fixed_runs(**split), lengths=(15, 16, 17, 98, 99, 0, 0, 0, 0), queries=3)
         yield case_of(op, QWEN, fixed_runs(**split), lengths=(*range(70, 79), *range(1, 10)), queries=9)
         yield case_of(op, QWEN, lengths=(60, 61, 1, 0), queries=2, invariant=True)
+        yield case_of(op, ((20, 1, 16, 16), FP32), lengths=(33, 0), invariant=True)
     else:
         yield case_of(op, QWEN, chunks=((1, 50, 30), (2, 3, 0)), room=(20, 2), invariant=True)

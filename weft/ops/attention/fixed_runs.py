@@ -29,7 +29,7 @@ from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of
 from weft.kernels.slices import shape_free_dots
 from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
@@ -213,9 +213,12 @@ def store_rows(state, out, exists, cache):
     tl.store(out, mean.to(out.dtype.element_ty), mask=exists[:, None])
 
 
-def block_m_of(dtype: torch.dtype) -> int:
-    """Rows of a tile: of one instruction of the tensor cores of sm_90 and sm_100; fp32 uses none."""
-    return 16 if dtype == torch.float32 else 64
+def block_m_of(dtype: torch.dtype, group: int) -> int:
+    """Rows of a tile: of one instruction of the tensor cores of sm_90 and sm_100; fp32 uses none.
+
+    All query heads of a KV head fit, which are 64 at most.
+    """
+    return next_power_of_2(max(16, group)) if dtype == torch.float32 else 64
 
 
 def parts_in_runs(group: int, queries: int, dtype: torch.dtype) -> int:
@@ -225,7 +228,7 @@ def parts_in_runs(group: int, queries: int, dtype: torch.dtype) -> int:
 
 def tokens_in_tile(group: int, queries: int, dtype: torch.dtype) -> int:
     """New tokens of a program, of ``queries`` of a sequence."""
-    return min(queries, max(1, block_m_of(dtype) // group))
+    return min(queries, block_m_of(dtype, group) // group)
 
 
 def fixed_runs_for(head_dim: int, dtype: torch.dtype, caps: Capabilities, pairs: int, tokens: int) -> FixedRuns:
@@ -256,7 +259,11 @@ def attend_in_runs(
     cache, pages, scores, window = attended
     out, (T, q_heads, D) = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape
     sizes = CacheSizes.of(cache.key_pages)
-    group, block_m, caps = q_heads // sizes.heads, block_m_of(q.dtype), capabilities_of(q.device)
+    group, block_m, caps = (
+        q_heads // sizes.heads,
+        block_m_of(q.dtype, q_heads // sizes.heads),
+        capabilities_of(q.device),
+    )
     if queries == 0:
         per, used, tiles = 0, block_m, rows.tiles.shape[0]
     else:
@@ -266,7 +273,8 @@ def attend_in_runs(
     if pairs == 0:
         return out
     room = pages.shape[1] * sizes.page
-    runs = cdiv(room if window is None else min(room, window + design.run + used), design.run)
+    # Positions of a tile's rows are neighbours, so that the windows of all rows touch no more runs.
+    runs = max(1, cdiv(room if window is None else min(room, window + design.run + used), design.run))
     programs = min(design.programs, runs)
     tile = RunTile(group, block_m, design.block_n, design.run, per, programs > 1, window)
 

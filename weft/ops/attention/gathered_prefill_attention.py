@@ -19,6 +19,7 @@ import torch
 from weft.kernels.paged_cache import PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention import cases
+from weft.ops.attention.attention_op import check_scale
 from weft.ops.attention.gathered_plan import (
     Gathered,
     GatheredArguments,
@@ -36,7 +37,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.heads import HEADS_TO_SEQUENCE, SEQUENCE_TO_HEADS
 from weft.ops.local import check_shape
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_team, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_team, check_tensor
 from weft.plan.planned import AUTO, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import find_team
@@ -98,10 +99,7 @@ def gathered_prefill_attention(
             f"{op}: q has {q.shape[0]} tokens and rank {team.rank} of shards {shards.own.tokens}; take them with "
             f"ZigzagShards.take"
         )
-    if scale is not None:
-        check_scalar(op, "scale", scale)
-        if scale <= 0:
-            raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+    check_scale(op, scale)
     check_flag(op, "return_lse", return_lse)
     check_choice(op, "algorithm", algorithm, GATHERED_PREFILL_ATTENTION.algorithms)
     if algorithm == "ulysses" and kv_heads % team.size:

@@ -13,8 +13,8 @@ Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from weft.kernels.online_softmax import MIN_ROWS, ScoreRule, attend, attend_many
 from weft.kernels.paged_cache import Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
+from weft.ops.attention.attention_op import check_heads, check_scale, check_scores, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
@@ -149,7 +149,7 @@ def paged_attention(
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype or e4m3; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths       [B] int32: tokens to attend to, the new one included, max_pages * S at most. 0, a padding row: zeros
-    scale         D ** -0.5 where None
+    scale         D ** -0.5 where None; positive with several queries
     tickets       arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them. None:
                   each call makes new ones, which takes one more small kernel
     window        a token attends to this many tokens, itself the last, 1 or more; None: to all. Blocks of keys before
@@ -157,7 +157,8 @@ def paged_attention(
     k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
                   times k_scale, a value its byte times v_scale
     queries       new tokens of each sequence: q is then [B * queries, Hq, D] and lengths [B * queries], the tokens of a
-                  sequence one after the other. A token attends to its length of tokens, by one row of pages
+                  sequence one after the other. A token attends to its length of tokens, by one row of pages. With
+                  ``invariant`` and a window these lengths, but for 0, lie within a range of ``queries``
     softcap       positive; softcap * tanh(score / softcap) in place of a score, after ``scale``; None: scores as they are
     sinks         [Hq], fp16, bf16 or fp32: one more score of each row, without a value; None: there are none
     invariant     True: sums in an order of positions alone. A token's bits are equal to the ones of
@@ -188,6 +189,8 @@ def paged_attention(
     check_tickets(op, tickets, B * heads, q.device)
     check_window(op, window)
     check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
+    if queries > 1:
+        check_scale(op, scale)
     scale = D**-0.5 if scale is None else scale
     sequences = Sequences(pages, lengths)
     check_flag(op, "invariant", invariant)
@@ -299,6 +302,18 @@ class PagedAttention(DecodingOp):
             )  # fmt: skip
             launch(grid, given.q.contiguous(), *arguments, ScoreRule.of(given.scale, given.softcap, given.sinks))
         return out
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        queries = given["queries"]
+        if given["window"] is None or not given["invariant"]:
+            return
+        for lengths in given["lengths"].reshape(-1, queries).tolist():
+            real = [length for length in lengths if length > 0]
+            if real and max(real) - min(real) >= queries:
+                raise ValueError(
+                    f"{self.name}: lengths={lengths} of one sequence do not lie within a range of queries={queries}, with "
+                    "invariant=True and a window; pass new tokens that follow one another"
+                )
 
     def forward(self, given: PagedArguments) -> torch.Tensor:
         keys, pages = given.keys, given.sequences.pages

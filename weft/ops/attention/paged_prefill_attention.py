@@ -36,6 +36,7 @@ from weft.ops.attention.attention_op import (
     GROUP,
     AttentionOp,
     check_heads,
+    check_scale,
     check_scores,
     check_window,
     hiding,
@@ -245,7 +246,8 @@ def paged_prefill_attention(
     check_shape(op, "pages", pages, ("B", "max_pages"))
     group = q.shape[1] // keys.shape[1]
     if not isinstance(spans, SequenceRanges):
-        spans = SequenceRanges.make(spans, group, q.dtype).to(q.device)
+        block_m = block_m_of(q.dtype, group) if invariant else None
+        spans = SequenceRanges.make(spans, group, q.dtype, block_m=block_m).to(q.device)
     check_like(op, "spans.spans", spans.spans, q.device, (torch.int32,))
     for what, given, limit in (
         ("tokens, which q must have", spans.tokens, q.shape[0]),
@@ -260,13 +262,12 @@ def paged_prefill_attention(
         if given > limit:
             raise ValueError(f"{op}: spans have {given} {what}, and pages room for {limit}")
     check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
-    if scale is not None and scale <= 0:
-        raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+    check_scale(op, scale)
     check_window(op, window)
     scale = D**-0.5 if scale is None else scale
     ranges = spans.spans, spans.tiles, spans.block_m
     check_flag(op, "invariant", invariant)
-    if invariant and spans.block_m != (rows := block_m_of(q.dtype)):
+    if invariant and spans.block_m != (rows := block_m_of(q.dtype, group)):
         raise ValueError(f"{op}: spans have tiles of block_m={spans.block_m} rows; with invariant=True pass {rows}")
     scores = scale, window, k_scale, v_scale, softcap, sinks
     given = PrefillArguments(q, keys, values, pages, *ranges, *scores, invariant)

@@ -46,8 +46,10 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def can_describe(*matrices: torch.Tensor) -> bool:
-    """True if tensor descriptors can read all ``matrices``: base and every row begin on 16 bytes."""
-    return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
+    """True if tensor descriptors can read all ``matrices``: dense rows, each of which begins on 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 and has_dense_rows(x) for x in matrices
+    )
 
 
 def descriptor_or_self(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:

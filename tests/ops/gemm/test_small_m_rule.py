@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import weft
+from weft.kernels.four_bit import mxfp4
+from weft.kernels.fp8 import quantized_weight
+from weft.ops.gemm import matmul_four_bit, matmul_fp8
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.small_m_rule import LEAST_WEIGHT, SmallM, default_small_m
 from weft.ops.op import find_op
@@ -73,6 +77,30 @@ def test_any_size_on_any_target_has_a_design():
                         stage = (design.block_m + design.block_n * (2 if gated else 1)) * design.block_k * 2
                         most = 64 if arch in ("sm_80", "sm_120", "gfx942") else 227
                         assert stage * design.num_stages <= most << 10, (call, arch, design)
+
+
+@pytest.mark.parametrize(
+    ("op", "M", "N", "K", "kind"),
+    [
+        ("matmul+four_bit", 100, 512, 512, mxfp4),
+        ("matmul+four_bit", 60, 512, 512, mxfp4),
+        ("matmul+channel_fp8", 512, 520, 512, "channel"),
+        ("matmul_silu_mul+channel_fp8", 512, 520, 512, "channel"),
+        ("matmul+block_fp8", 512, 520, 512, "block"),
+        ("matmul+block_fp8", 512, 512, 528, "block"),
+        ("matmul+block_fp8", 512, 512, 512, "block"),
+    ],
+)
+def test_explain_names_the_design_that_a_call_gets(op, M, N, K, kind):
+    gated = op.startswith("matmul_silu_mul")
+    x, weight = torch.zeros(M, K, dtype=torch.bfloat16), torch.ones(N * (1 + gated), K)
+
+    def main(team):
+        if kind is mxfp4:
+            return matmul_four_bit.plan_of(x, mxfp4(weight), False, gated, False)
+        return matmul_fp8.plan_of(x, quantized_weight(weight, kind), False, gated, False)
+
+    assert weft.simulate(main, 1) == [weft.ops.explain(op, M=M, N=N, K=K).plan]
 
 
 def test_rows_are_for_what_the_kernel_takes():

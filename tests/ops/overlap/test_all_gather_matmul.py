@@ -12,8 +12,9 @@ from tests.sampled import sampled
 from weft import ops
 from weft.ops.case import BF16, FP32
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
+from weft.ops.overlap.operands import call_of
 from weft.plan import table
-from weft.plan.planned import machine
+from weft.plan.planned import machine, machine_of
 from weft.runtime import capabilities
 
 
@@ -138,6 +139,23 @@ def test_backward_of_several_b_and_the_gathered_rows(world_size, local_first):
     for rank, grads in enumerate(found):
         for grad, leaf in zip(grads, everyone[rank], strict=True):
             assert_close(grad, leaf.grad, 40, partials=1, what=f"rank {rank}")
+
+
+def test_a_b_that_no_descriptor_reaches_beside_one_that_the_small_m_kernel_takes():
+    """The narrow b begins between two multiples of 16 bytes."""
+    K = 4096
+
+    def main(team):
+        shard, wide = torch.zeros(2, K, dtype=BF16), torch.zeros(1100, K, dtype=BF16)
+        shard[:, 0] = torch.arange(2) + 10 * team.rank
+        apart = torch.ones(16 * K + 1, dtype=BF16)[1:].view(16, K)
+        call = call_of(2 * team.size, shard, wide)
+        assert ALL_GATHER_MATMUL.plan(call, machine_of(team)).design.gemm.name == "small_m"
+        out, narrow = ops.all_gather_matmul(shard, [wide, apart], team)
+        assert torch.equal(out, torch.zeros(4, 1100, dtype=BF16))
+        return narrow[:, 3].tolist()
+
+    assert weft.simulate(main, 2) == [[0, 1, 10, 11]] * 2
 
 
 def test_wrong_operands_among_several_are_refused():

@@ -53,6 +53,15 @@ def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
             assert found == blocks, (world_size, rows, K)
 
 
+def test_invariant_ranks_with_other_shares_of_K_are_refused():
+    def main(team):
+        K = 128 << team.rank
+        weft.ops.matmul_all_reduce(torch.ones(4, K, dtype=BF16), torch.ones(32, K, dtype=BF16), team, invariant=True)
+
+    with pytest.raises(ValueError, match="K with invariant=True is 128 on rank 0, 256 on rank 1; pass the same"):
+        weft.simulate(main, 2)
+
+
 def test_sums_that_32_bits_cannot_count_are_pipelined(monkeypatch):
     monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
     monkeypatch.setattr(module, "rows_overlap", lambda rows: True)

@@ -65,8 +65,9 @@ class GemmCall(NamedTuple):
 COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
 # Fields of calls with fp8 weights.
 FP8 = ("block_fp8", "channel_fp8")
-# Weights of cases in 4 bits, by the field of the call; True: as a variant of the op.
-FOUR_BIT = {True: mxfp4, "mxfp4": mxfp4, "int4": functools.partial(int4, symmetric=False)}
+# Weights of cases in 4 bits, by the field of the call; True, as a variant of the op: the first.
+MXFP4 = "mxfp4"
+FOUR_BIT = {True: mxfp4, MXFP4: mxfp4, "int4": functools.partial(int4, symmetric=False)}
 
 
 class GemmOp(Op):
@@ -93,13 +94,16 @@ class GemmOp(Op):
     operands: ClassVar[tuple[str, str]] = ("a", "b")
 
     def call_of(
-        self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
+        self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: Any
     ) -> GemmCall:
         M, N, K = check_sizes(self.name, self.sizes, sizes)
         if self.rows_sharded:
             check_divides(self.name, "M", M, machine.world_size)
-        rows = 128 if fields.get("block_fp8") else 16 // (1 if fields.get("channel_fp8") else dtype.itemsize)
-        return GemmCall(M, N, K, dtype, K % rows == 0, design=design, **fields)
+        fp8 = bool(fields.get("block_fp8") or fields.get("channel_fp8"))
+        columns = 128 if fields.get("block_fp8") else 16 if fp8 else 16 // dtype.itemsize
+        aligned = K % columns == 0 and (not fp8 or N * (2 if self.gated else 1) % 16 == 0)
+        given = fields | {"four_bit": MXFP4} if fields.get("four_bit") is True else fields
+        return GemmCall(M, N, K, dtype, aligned, design=design, **given)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """a, and b or the tensors of a quantized b."""

@@ -109,8 +109,8 @@ def matmul_all_reduce(
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
     With an ``Fp8`` weight b (``matmul``) there are no gradients.
     invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K of all ranks together, a
-               multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the dtype (fp16 or
-               bf16); of an fp8 b, with scales of 128 columns, a multiple of 1,024
+               multiple of 128 of which each has the same share, is cut into eight slices, whose sums are added in one tree,
+               each rounded to the dtype (fp16 or bf16); of an fp8 b, with scales of 128 columns, a multiple of 1,024
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
@@ -273,8 +273,8 @@ class MatmulAllReduce(Overlapped):
     ) -> list[torch.Tensor]:
         (b,), M = bs, a.shape[0]
         if team.size > 1:
-            names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of")
-            agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b)))
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True")
+            agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1]))
         call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
         return [self.run(self.plan(call, machine_of(team)).design, team, a, b, into)]
 

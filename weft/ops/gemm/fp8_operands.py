@@ -135,35 +135,44 @@ def by_design(
     If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N]. format: of a ``gated`` result in fp8, which
     takes a kernel for that alone where the design does not write it (``small_m.writes``).
     """
-    rows, scales = x
-    dtype = rows.dtype if out is None else out.dtype
-    rows = quantized_for(weight, rows, capabilities_of(weight.device))
+    dtype, caps = x.data.dtype if out is None else out.dtype, capabilities_of(weight.device)
+    x = x._replace(data=quantized_for(weight, x.data, caps))
     if isinstance(design, SmallM):
-        columns, K = columns_of(weight), weight.shape[1]
-        # A step is under one scale, or two: of whole groups.
-        by_twos = design.block_k == 256 and columns == 128 and K % 256 == 0
-        if weight.is_grouped and design.block_k > columns and not by_twos:
-            design = replace(design, block_k=columns)
-        weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
-        rows = rows._replace(data=described(rows.data))
         options = {"activation": "silu" if gated else None, "summed": summed, "dtype": dtype, "out": out}
-        given = ScaledMatrix(rows, scales), weight, design
-        if format is None or small_m.writes(design, K, format):
+        given = *_described(x, weight), (design := _within_scales(design, weight))
+        if format is None or small_m.writes(design, weight.shape[1], format):
             return small_m.run(*given, **options, format=format)
-        return quantized_rows(small_m.run(*given, **options), format, capabilities_of(weight.device))
-    if scales is not None and not gated:
-        factor = torch.rsqrt(scales.squares.sum(1, keepdim=True) + scales.eps)
-        rows = rows._replace(scales=rows.scales * factor)
-    product = cublas.scaled(rows, weight, dtype, None if gated else out)
+        return quantized_rows(small_m.run(*given, **options), format, caps)
     if not gated:
-        return product
-    norm = (None, 0.0) if scales is None else scales
+        return cublas.scaled(_scaled(x), weight, dtype, out)
+    product, norm = cublas.scaled(x.data, weight, dtype), x.scales or (None, 0.0)
     if format is None:
         return torch.ops.weft.silu_mul.default(product, *norm)
     if format.kind == "token" and weight.shape[0] > 2 * MAX_TOKEN:
-        product = torch.ops.weft.silu_mul.default(product, *norm)
-        return quantized_rows(product, format, capabilities_of(weight.device))
+        return quantized_rows(torch.ops.weft.silu_mul.default(product, *norm), format, caps)
     return fp8_of(*torch.ops.weft.silu_mul_fp8.default(product, *norm, *format), format)
+
+
+def _within_scales(design: SmallM, weight: Fp8) -> SmallM:
+    """``design`` with steps under one scale of the weight, or two: of whole groups."""
+    columns = columns_of(weight)
+    by_twos = design.block_k == 256 and columns == 128 and weight.shape[1] % 256 == 0
+    fits = not weight.is_grouped or design.block_k <= columns or by_twos
+    return design if fits else replace(design, block_k=columns)
+
+
+def _described(x: ScaledMatrix, weight: Fp8) -> tuple[ScaledMatrix, Fp8]:
+    """Both operands as the small-M kernel reads them."""
+    rows = x.data._replace(data=described(x.data.data))
+    return x._replace(data=rows), weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
+
+
+def _scaled(x: ScaledMatrix) -> Fp8:
+    """Rows whose scales hold a deferred RMS scale too."""
+    rows, norm = x
+    if norm is None:
+        return rows
+    return rows._replace(scales=rows.scales * torch.rsqrt(norm.squares.sum(1, keepdim=True) + norm.eps))
 
 
 def described(matrix: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ while that kernel is still running and prefetch the first ``ahead`` columns of t
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,9 +29,9 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.activations import activated
 from weft.kernels.four_bit import FourBit
-from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
+from weft.kernels.four_bit_tile import HALF, Grid, four_bit_tile, grid_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
-from weft.kernels.fp8_tile import fp8_tile, prefetch_weight_scales, scales_of_gemm
+from weft.kernels.fp8_tile import Fp8Scales, fp8_tile, prefetch_weight_scales, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
@@ -259,6 +259,25 @@ def sum_partials_kernel(
     store_rounded(total[None, :], out, at[None, :], mask[None, :], written, token, token >= 0, first, width)
 
 
+class Given(NamedTuple):
+    """Operands as the kernel takes them. width: of a step in the memory of both."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    fp8: Fp8Scales | None
+    grid: Grid | None
+    width: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8 | FourBit, design: SmallM, *, gated: bool) -> Given:
+        if isinstance(weight, FourBit):
+            return cls(x, weight.data, None, grid_of(weight), HALF.value)
+        if isinstance(weight, Fp8):
+            scales = scales_of_gemm(x.scales, weight, design.block_n, gated)
+            return cls(x.data, weight.data, scales, None, min(design.block_k, COLUMNS.value))
+        return cls(x, weight, None, None, design.block_k)
+
+
 def run(
     operand: ScaledMatrix,
     weight: torch.Tensor | Fp8 | FourBit,
@@ -277,78 +296,71 @@ def run(
     activation: of the gate; None: not gated. dtype: that of a new ``out``, x's by default. format: gated results are put in fp8
     so, where the design ``writes`` that.
     """
-    gated, activation = activation is not None, activation or "silu"
-    x, scales = operand
-    fp8, grid, dtype = None, None, dtype or x.dtype
-    width = design.block_k
-    if isinstance(weight, FourBit):
-        grid, weight, width = grid_of(weight), weight.data, HALF.value
-    elif isinstance(weight, Fp8):
-        fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_n, gated), x.data, weight.data
-        width = min(width, COLUMNS.value)
-    (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
-    options: dict[str, Any] = launch_options(capabilities_of(x.device))
-    partials, scales_out = design.partials_of(K), None
+    dtype = dtype or operand.data.dtype
+    given = Given.of(operand.data, weight, design, gated=activation is not None)
+    M, partials, halves = len(given.x), design.partials_of(given.x.shape[1]), 1 if activation is None else 2
+    N, block, written = len(given.weight) // halves, SUM_BLOCK, None
     if format is not None:
-        out, scales_out = empty_rows(x, M, N, format)
+        out, scales = empty_rows(given.x, M, N, format)
+        block = next_power_of_2(N) if format.kind == "token" else SUM_BLOCK
+        written = rows_argument(scales, format, dtype, block)
     elif out is None and (partials == 1 or summed):
-        out = torch.empty((M, N), dtype=dtype, device=x.device)
-    sums = out
-    if partials > 1:
-        sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
-    block = next_power_of_2(N) if format is not None and format.kind == "token" else SUM_BLOCK
-    written = None if format is None else rows_argument(scales_out, format, dtype, block)
-    tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
-    squares = 0 if scales is None else scales.squares.shape[1]
+        out = torch.empty((M, N), dtype=dtype, device=given.x.device)
+    if partials == 1:
+        _launch(given, operand.scales, design, activation, out, written)
+        return out if format is None else fp8_of(out, scales, format)
+    sums = torch.empty((partials, halves, M, N), dtype=torch.float32, device=given.x.device)
+    _launch(given, operand.scales, design, activation, sums, None)
+    if not summed:
+        return sums.squeeze(1)
+    sum_partials(sums, out, block, written, activation or "silu")
+    return out if format is None else fp8_of(out, scales, format)
+
+
+def _launch(
+    given: Given,
+    scales: RowScales | None,
+    design: SmallM,
+    activation: str | None,
+    out: torch.Tensor,
+    written: Fp8Rows | None,
+) -> None:
+    """Run the kernel: results, or split-K partials, in ``out`` [.., M, N]."""
+    x, weight, fp8, grid, width = given
+    (M, K), N, gated, activation = x.shape, out.shape[-1], activation is not None, activation or "silu"
+    squares, options = 0 if scales is None else scales.squares.shape[1], launch_options(capabilities_of(x.device))
     launch = launch_on(
         x.device,
         small_m_kernel,
         (design, gated, squares, activation),
         lambda: {"SQUARES": squares, **constants(design, gated, activation), **options},
     )
+    partials = design.partials_of(K)
     launch(
-        tiles * partials,
+        cdiv(M, design.block_m) * cdiv(N, design.block_n) * partials,
         descriptor_or_self(x, design.block_m, width, True),
         descriptor_or_self(weight, design.block_n, width, True),
         weight,
-        sums,
+        out,
         M,
         Sizes(N, K, row_stride(x), row_stride(weight)),
         partials,
         design.ahead,
-        scales or RowScales(sums, 0.0),
+        scales or RowScales(out, 0.0),
         block_of(design),
         traced_view(),
         fp8,
         grid,
-        written if partials == 1 else None,
+        written,
     )
-    if not summed:
-        return sums.squeeze(1) if partials > 1 else out
-    if partials > 1:
-        width = M * N if format is None else N
-        sum_partials(sums, out, width, block, written, activation)
-    return out if format is None else fp8_of(out, scales_out, format)
 
 
-def sum_partials(
-    sums: torch.Tensor, out: torch.Tensor, width: int, block: int, written: Fp8Rows | None, activation: str
-) -> None:
-    """``out`` of split-K partials [partials, 2 if gated else 1, M, N], ``width`` elements a row."""
+def sum_partials(sums: torch.Tensor, out: torch.Tensor, block: int, written: Fp8Rows | None, activation: str) -> None:
+    """``out`` of split-K partials [partials, 2 if gated else 1, M, N]; in fp8 by rows, else as one row."""
     partials, halves, M, N = sums.shape
-    options, gated = launch_options(capabilities_of(out.device)), halves == 2
-    launch = launch_on(
-        out.device,
-        sum_partials_kernel,
-        (gated, block, activation),
-        lambda: {
-            "GATED": gated,
-            "BLOCK": block,
-            "ACTIVATION": activation,
-            "num_warps": min(16, max(4, block // 512)),
-            **options,
-        },
-    )
+    options, gated, width = launch_options(capabilities_of(out.device)), halves == 2, M * N if written is None else N
+    sizes = {"GATED": gated, "BLOCK": block, "ACTIVATION": activation, "num_warps": min(16, max(4, block // 512))}
+    launch = launch_on(out.device, sum_partials_kernel, (gated, block, activation), lambda: {**sizes, **options})
     launch(M * N // width * cdiv(width, block), sums, out, M * N, width, partials, written)
 
 

@@ -130,41 +130,60 @@ def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
 def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
     """``default_small_m`` with an fp8 weight: more programs than SMs keep the memory busy."""
     block_m = max(16, min(128, next_power_of_2(call.M)))
-    if caps.arch not in ("sm_90", "sm_100", "sm_103"):
-        return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
     if call.M > MAX_FP8_ROWS_NARROW:
         return SmallM(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=3 if gated else 4)
-    narrow, num_stages = cdiv(call.N, 64) <= 2 * caps.sms, 4
-    most = MAX_PARTIALS_LEFT if call.partials or call.M > 64 else MAX_PARTIALS
-    if block_m >= 64 and narrow and not gated:
-        # Rows fill the tensor instructions as the weight does, and then lie in fewer registers. Two programs an SM
-        # where K is long or there are two tiles of rows, else one with most of the memory.
-        # H200, 5120x5120 and 5120x12800, 64 rows: 12.9 and 25.4 us, transposed 13.3 and 28.3.
-        block_n, transposed = 128, False
-        of_ten, num_stages = (20, 4) if call.M > 64 else (13, 4) if call.K >= 8192 else (10, 6)
-        tiles = cdiv(call.M, 64) * cdiv(call.N, block_n)
-        block_m = 64
-    else:
-        wide = block_m <= 32 or (block_m == 64 and (not narrow or call.K >= 8192))
-        # With up to 32 rows a tile of 128 columns takes as long as one of 64 and the kernel that puts its rows in fp8; with
-        # 64 it takes 60.8 us, both 44.7 (H200, 25600x5120 gated, benchmarks/fp8_rows.py).
-        whole_groups = call.fp8_rows and block_m <= 32
-        block_n, transposed = 128 if whole_groups or (wide and not (gated or call.partials)) else 64, True
-        # Programs for ten SMs: wide tiles keep more bytes in flight.
-        tiles, of_ten = cdiv(call.N, block_n), 16 if block_n == 128 else 25
-        # Each program has a third of a long K: with 4 stages the bytes in flight are too few. H200, 1 x 5120 x 12800 in a
-        # layer: 18.3 us, 4 stages 22.2; shorter ones take 5 % longer with 8 (benchmarks/lab/fp8_layers.py).
-        num_stages = 8 if block_n == 64 and block_m <= 32 and not gated and call.K >= 8192 else num_stages
-        if whole_groups and 5 * tiles >= 3 * caps.sms:
-            most = 1  # no kernel follows
+    if block_m >= 64 and cdiv(call.N, 64) <= 2 * caps.sms and not gated:
+        return _fp8_by_rows(call, caps)
+    whole_groups = call.fp8_rows and block_m <= 32
+    # With up to 32 rows a tile of 128 columns takes as long as one of 64 and the kernel that puts its rows in fp8; with
+    # 64 it takes 60.8 us, both 44.7 (H200, 25600x5120 gated, benchmarks/fp8_rows.py).
+    block_n = 128 if whole_groups else _columns_of(call, block_m, gated)
+    tiles = cdiv(call.N, block_n)
+    no_kernel_follows = whole_groups and 5 * tiles >= 3 * caps.sms
     return SmallM(
         block_m=block_m,
         block_n=block_n,
         block_k=128,
-        transposed=transposed,
-        num_stages=num_stages,
-        partials=max(1, min(of_ten * caps.sms // 10 // tiles, cdiv(call.K, 128) // LEAST_STEPS, most)),
+        transposed=True,
+        num_stages=4 if gated or block_n == 128 else _fp8_stages(call, block_m),
+        partials=1 if no_kernel_follows else _fp8_partials(call, caps, tiles, _of_ten(block_n)),
     )
+
+
+def _fp8_stages(call: GemmCall, block_m: int) -> int:
+    """Stages of tiles of 64 columns.
+
+    Each program has a third of a long K: with 4 stages the bytes in flight are too few. H200, 1 x 5120 x 12800 in a layer: 18.3
+    us, 4 stages 22.2; shorter ones take 5 % longer with 8 (benchmarks/lab/fp8_layers.py).
+    """
+    return 8 if block_m <= 32 and call.K >= 8192 else 4
+
+
+def _fp8_by_rows(call: GemmCall, caps: Capabilities) -> SmallM:
+    """Design whose tensor instructions the rows fill as the weight would, and then lie in fewer registers.
+
+    Two programs an SM where K is long or there are two tiles of rows, else one with most of the memory. H200, 5120x5120 and
+    5120x12800, 64 rows: 12.9 and 25.4 us, transposed 13.3 and 28.3.
+    """
+    of_ten, num_stages = (20, 4) if call.M > 64 else (13, 4) if call.K >= 8192 else (10, 6)
+    partials = _fp8_partials(call, caps, cdiv(call.M, 64) * cdiv(call.N, 128), of_ten)
+    return SmallM(block_m=64, block_n=128, block_k=128, num_stages=num_stages, partials=partials)
+
+
+def _columns_of(call: GemmCall, block_m: int, gated: bool) -> int:
+    """block_n of a transposed tile of a quantized weight."""
+    return 128 if block_m <= 64 and not (gated or call.partials) else 64
+
+
+def _of_ten(block_n: int) -> int:
+    """Transposed programs for ten SMs: wide tiles keep more bytes in flight."""
+    return 16 if block_n == 128 else 25
+
+
+def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int) -> int:
+    """Programs that share each of ``tiles`` tiles, with ``of_ten`` programs for ten SMs."""
+    most = MAX_PARTIALS_LEFT if call.partials or call.M > 64 else MAX_PARTIALS
+    return max(1, min(of_ten * caps.sms // 10 // tiles, cdiv(call.K, 128) // LEAST_STEPS, most))
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
@@ -173,11 +192,9 @@ def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM
     Transposed: tensor instructions take their first operand from registers, where its numbers are made.
     """
     block_m = max(16, min(128, next_power_of_2(call.M)))
-    if caps.arch not in ("sm_90", "sm_100", "sm_103"):
-        return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
-    block_n = 128 if block_m <= 64 and not (gated or call.partials) else 64
+    block_n = _columns_of(call, block_m, gated)
     most = MAX_PARTIALS_LEFT if call.partials or block_m == 128 else MAX_PARTIALS
-    programs = (16 if block_n == 128 else 25) * caps.sms // 10
+    programs = _of_ten(block_n) * caps.sms // 10
     tiles, steps = cdiv(call.M, block_m) * cdiv(call.N, block_n), cdiv(call.K, 128)
     return SmallM(
         block_m=block_m,
@@ -195,26 +212,19 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
     The rows of H200 were found by search; this follows them: a ring of stages as deep as shared memory allows, tiles of 64
     columns, and wider ones where more than a round of programs would result; K is split until every SM has a program.
     """
-    if call.fp8:
-        return _default_fp8(call, caps, gated)
-    if call.four_bit:
-        return _default_four_bit(call, caps, gated)
-    M, N, K = call.M, call.N, call.K
-    block_m = max(16, min(128, next_power_of_2(M)))
+    block_m = max(16, min(128, next_power_of_2(call.M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
-        return SmallM(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
-    tiles, programs = cdiv(N, 64), caps.sms
+        block_k, num_stages = (128, 2) if call.quantized else (64, 2 if gated else 3)
+        return SmallM(block_m=min(64, block_m), block_n=32, block_k=block_k, num_stages=num_stages)
+    if call.quantized:
+        return (_default_fp8 if call.fp8 else _default_four_bit)(call, caps, gated)
+    tiles, programs = cdiv(call.N, 64), caps.sms
     most, least_steps = MAX_PARTIALS_LEFT if call.partials else MAX_PARTIALS, LEAST_STEPS
-    block_n, block_k, num_stages = 64, 64, 7 if gated else 4
-    if block_m <= 32:
-        block_k, num_stages = 128, 4 if gated or (block_m == 32 and tiles > caps.sms) else 5
-        if call.partials and tiles <= caps.sms < 2 * tiles:
-            # A program a tile would leave SMs idle: two an SM.
-            programs, most, least_steps, num_stages = 2 * caps.sms, MAX_PARTIALS, LEAST_STEPS_LEFT, 4
-    elif block_m == 64 and not gated:
-        # One program an SM, with most of its memory.
-        block_n, block_k, num_stages = (64, 128, 6) if tiles <= caps.sms else (128, 64, 6)
+    block_n, block_k, num_stages = _tile_of(block_m, tiles, caps, gated)
+    if block_m <= 32 and call.partials and tiles <= caps.sms < 2 * tiles:
+        # A program a tile would leave SMs idle: two an SM.
+        programs, most, least_steps, num_stages = 2 * caps.sms, MAX_PARTIALS, LEAST_STEPS_LEFT, 4
     # A row-parallel layer's GEMM, and a gated one, follow a kernel that reads memory.
     idle_before = not gated and (call.deferred_norm or not call.partials)
     return SmallM(
@@ -225,5 +235,15 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
         num_stages=num_stages,
         num_warps=8 if block_m == 128 and gated else 4,
         ahead=AHEAD if idle_before else 0,
-        partials=max(1, min(programs // cdiv(N, block_n), cdiv(K, block_k) // least_steps, most)),
+        partials=max(1, min(programs // cdiv(call.N, block_n), cdiv(call.K, block_k) // least_steps, most)),
     )
+
+
+def _tile_of(block_m: int, tiles: int, caps: Capabilities, gated: bool) -> tuple[int, int, int]:
+    """(block_n, block_k, num_stages) with a weight of 16 bits. tiles: of 64 columns."""
+    if block_m <= 32:
+        return 64, 128, 4 if gated or (block_m == 32 and tiles > caps.sms) else 5
+    if block_m == 64 and not gated:
+        # One program an SM, with most of its memory.
+        return (64, 128, 6) if tiles <= caps.sms else (128, 64, 6)
+    return 64, 64, 7 if gated else 4

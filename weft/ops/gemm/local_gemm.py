@@ -14,15 +14,16 @@ from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
 from weft.ops.case import Case, Draw, Inputs, agreed, format_of
-from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, small_m, space
+from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, sliced, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product
+from weft.ops.gemm.sliced import COLUMN_SLICES
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.knobs import around
 from weft.ops.local import capabilities_of
 from weft.ops.op import registered
 from weft.plan import table
-from weft.plan.planned import Machine, Planned, machine
+from weft.plan.planned import AUTO, Machine, Planned, machine
 
 # Of the deferred RMS scale of a case: any that is small beside the mean squares.
 EPS = 1e-6
@@ -31,7 +32,8 @@ EPS = 1e-6
 class LocalGemm(GemmOp):
     """A GEMM of one rank."""
 
-    variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8", "four_bit")
+    variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8", "four_bit", "invariant")
+    internal = invariant = ("sliced",)
     rare = ("small_m",)
     collective = False
 
@@ -40,6 +42,8 @@ class LocalGemm(GemmOp):
         return self.variant(call), (call.M, call.N, call.K), 1
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if call.invariant and call.design in (AUTO, "sliced"):
+            return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps, gated=self.gated)
         planned = super().choose(call, machine)
         if planned.row is not None or call.quantized or not isinstance(planned.design, Cublas):
             return planned
@@ -55,6 +59,8 @@ class LocalGemm(GemmOp):
         return None if best and best.row.design == "small_m" and not takes(call) else best
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if call.invariant:
+            return
         if call.quantized:
             yield Cublas()
         else:

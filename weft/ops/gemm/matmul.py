@@ -34,7 +34,7 @@ from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
-from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
+from weft.ops.gemm.sliced import Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
@@ -127,14 +127,7 @@ class Matmul(LocalGemm):
     name, alias = "matmul", "gemm"
     saves = ("a", "b")
     designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent, "sliced": Sliced}
-    internal = invariant = ("sliced",)
-    variants = options = (*LocalGemm.variants, "invariant")
     projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)
-
-    def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        if not call.invariant or call.design not in (AUTO, "sliced"):
-            return super().choose(call, machine)
-        return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps)
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         if name != "persistent":
@@ -143,10 +136,8 @@ class Matmul(LocalGemm):
         return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if call.invariant:
-            return
         yield from super().space(call, machine, quick)
-        if call.deferred_norm or call.partials:
+        if call.invariant or call.deferred_norm or call.partials:
             return  # the small-M kernel's alone
         base = self.default("persistent", call, machine)
         yield from (base, replace(base, split=not base.split))

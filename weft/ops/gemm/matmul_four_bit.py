@@ -12,7 +12,7 @@ from weft.kernels.operands import RowScales, ScaledMatrix
 from weft.ops.gemm.four_bit_operands import by_design, check_four_bit
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.local_gemm import local_gemm
-from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.small_m_rule import SmallM, empty_partials, partials_left
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, define
 from weft.plan.planned import machine
@@ -35,23 +35,15 @@ class MatmulFourBit(Op):
     name = alias = "matmul_four_bit"
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: FourBit,
-        squares: torch.Tensor | None,
-        eps: float,
-        gated: bool,
-        parts: bool,
+        self, x: torch.Tensor, weight: FourBit, squares: torch.Tensor | None, eps: float, gated: bool, parts: bool
     ) -> torch.Tensor:
         design = plan_of(x, weight, squares is not None, gated, parts)
         scales = None if squares is None else RowScales(squares.contiguous(), eps)
         return by_design(design, ScaledMatrix(x, scales), weight, gated=gated, summed=not parts)
 
     def fake(self, x, weight, squares, eps, gated, parts):
-        M, N = x.shape[0], weight.shape[0] // (2 if gated else 1)
-        design = plan_of(x, weight, squares is not None, gated, parts) if parts else None
-        partials = design.partials_of(x.shape[1]) if isinstance(design, SmallM) else 1
-        return x.new_empty((M, N)) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
+        left = partials_left(plan_of(x, weight, squares is not None, gated, parts), x.shape[1]) if parts else 1
+        return empty_partials(x, weight.shape[0] // (2 if gated else 1), left, x.dtype)
 
 
 def plan_of(x: torch.Tensor, weight: FourBit, deferred_norm: bool, gated: bool, parts: bool) -> Cublas | SmallM:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from weft.kernels.deferred_norm import check_scales
@@ -11,7 +13,7 @@ from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design, check_fp8, suits_cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.local_gemm import local_gemm
-from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.small_m_rule import SmallM, empty_partials, partials_left
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, define
 from weft.plan.planned import machine
@@ -34,42 +36,46 @@ def matmul_fp8(
     check_fp8(op, x, weight, gated)
     check_scales(op, x, weight.data)
     data, scales = (x.data.data, x.data.scales) if isinstance(x.data, Fp8) else (x.data, None)
-    squares, eps = x.scales or (None, 0.0)
+    given = Fp8Arguments(data, scales, weight, *(x.scales or (None, 0.0)))
     if format is None:
-        return _MATMUL_FP8.dispatch(data, scales, weight, squares, eps, gated, parts, invariant)
-    return fp8_of(*_GATED_ROWS.dispatch(data, scales, weight, squares, eps, format), format)
+        return _MATMUL_FP8.dispatch(given, gated, parts, invariant)
+    return fp8_of(*_GATED_ROWS.dispatch(given, format), format)
+
+
+class Fp8Arguments(NamedTuple):
+    """Operands of a GEMM with an fp8 weight. squares, eps: of a deferred RMS scale of the rows."""
+
+    x: torch.Tensor
+    x_scales: torch.Tensor | None
+    weight: Fp8
+    squares: torch.Tensor | None
+    eps: float
+
+    @property
+    def operand(self) -> ScaledMatrix:
+        """The rows as a GEMM takes them."""
+        rows = self.x if self.x_scales is None else Fp8(self.x, self.x_scales)
+        return ScaledMatrix(rows, None if self.squares is None else RowScales(self.squares.contiguous(), self.eps))
+
+    def planned(self, gated: bool, parts: bool, format: RowFormat | None = None) -> Cublas | SmallM:
+        return plan_of(self.x, self.weight, self.squares is not None, gated, parts, format)
 
 
 class MatmulFp8(Op):
     name = alias = "matmul_fp8"
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        x_scales: torch.Tensor | None,
-        weight: Fp8,
-        squares: torch.Tensor | None,
-        eps: float,
-        gated: bool,
-        parts: bool,
-        invariant: bool = False,
-    ) -> torch.Tensor:
-        check_e4m3("matmul_silu_mul" if gated else "matmul", capabilities_of(x.device))
+    def forward(self, given: Fp8Arguments, gated: bool, parts: bool, invariant: bool = False) -> torch.Tensor:
+        (M, K), N, caps, operand = given.x.shape, given.weight.shape[0], capabilities_of(given.x.device), given.operand
+        check_e4m3("matmul_silu_mul" if gated else "matmul", caps)
         if invariant:
-            M, (N, K), dtype = x.shape[0], weight.shape, x.dtype if x_scales is None else torch.bfloat16
-            call = GemmCall(M, N, K, dtype, block_fp8=True, invariant=True)
-            op = local_gemm(gated)
-            design = op.plan(call, machine(capabilities_of(x.device), 1)).design
-            return op.run(design, None, x if x_scales is None else Fp8(x, x_scales), weight)
-        design = plan_of(x, weight, squares is not None, gated, parts)
-        return by_design(design, _operand(x, x_scales, squares, eps), weight, gated=gated, summed=not parts)
+            op, call = local_gemm(gated), GemmCall(M, N, K, operand.data.dtype, block_fp8=True, invariant=True)
+            return op.run(op.plan(call, machine(caps, 1)).design, None, operand.data, given.weight)
+        return by_design(given.planned(gated, parts), operand, given.weight, gated=gated, summed=not parts)
 
-    def fake(self, x, x_scales, weight, squares, eps, gated, parts, invariant=False):
-        M, N = x.shape[0], weight.shape[0] // (2 if gated else 1)
-        dtype = x.dtype if x_scales is None else torch.bfloat16
-        design = plan_of(x, weight, squares is not None, gated, parts) if parts else None
-        partials = design.partials_of(x.shape[1]) if isinstance(design, SmallM) else 1
-        return x.new_empty((M, N), dtype=dtype) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
+    def fake(self, given, gated, parts, invariant=False):
+        left = partials_left(given.planned(gated, parts), given.x.shape[1]) if parts else 1
+        N, dtype = given.weight.shape[0] // (2 if gated else 1), given.operand.data.dtype
+        return empty_partials(given.x, N, left, dtype)
 
 
 def multiply(x: Fp8, weight: Fp8, out: torch.Tensor) -> torch.Tensor:
@@ -83,29 +89,15 @@ class GatedRowsFp8(Op):
 
     name = alias = "matmul_silu_mul_fp8"
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        x_scales: torch.Tensor | None,
-        weight: Fp8,
-        squares: torch.Tensor | None,
-        eps: float,
-        format: RowFormat,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_e4m3("matmul_silu_mul", capabilities_of(x.device))
-        design = plan_of(x, weight, squares is not None, True, False, format)
-        rows = by_design(design, _operand(x, x_scales, squares, eps), weight, gated=True, format=format)
-        return rows.data, rows.scales if format.static_scale is None else x.new_empty(
-            (x.shape[0], 0), dtype=torch.float32
-        )
+    def forward(self, given: Fp8Arguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        check_e4m3("matmul_silu_mul", capabilities_of(given.x.device))
+        design = given.planned(True, False, format)
+        rows = by_design(design, given.operand, given.weight, gated=True, format=format)
+        none = given.x.new_empty((len(given.x), 0), dtype=torch.float32)
+        return rows.data, rows.scales if format.static_scale is None else none
 
-    def fake(self, x, x_scales, weight, squares, eps, format):
-        return empty_rows(x, x.shape[0], weight.shape[0] // 2, format)
-
-
-def _operand(x: torch.Tensor, x_scales: torch.Tensor | None, squares: torch.Tensor | None, eps: float) -> ScaledMatrix:
-    scales = None if squares is None else RowScales(squares.contiguous(), eps)
-    return ScaledMatrix(x if x_scales is None else Fp8(x, x_scales), scales)
+    def fake(self, given, format):
+        return empty_rows(given.x, given.x.shape[0], given.weight.shape[0] // 2, format)
 
 
 def plan_of(

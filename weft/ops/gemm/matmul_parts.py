@@ -22,7 +22,7 @@ from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_fp8 import matmul_fp8, plan_of
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
-from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.small_m_rule import SmallM, empty_partials, partials_left
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
 from weft.plan.planned import machine
@@ -79,8 +79,7 @@ def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM 
 
 def _partials(design: SmallM | None, x: torch.Tensor) -> int:
     """Number of split-K partials of ``x`` that the design leaves; 1: none."""
-    described = x.shape[1] * x.element_size() % 16 == 0
-    return design.partials_of(x.shape[1]) if design is not None and described else 1
+    return partials_left(design, x.shape[1]) if x.shape[1] * x.element_size() % 16 == 0 else 1
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
@@ -124,9 +123,7 @@ class MatmulParts(Op):
         return torch.ops.weft.matmul_deferred_norm.default(x, squares, eps, weight, None)
 
     def fake(self, x, weight, squares, eps):
-        M, N = x.shape[0], weight.shape[0]
-        partials = _partials(_plan(x, weight, squares is not None), x)
-        return x.new_empty((M, N)) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
+        return empty_partials(x, weight.shape[0], _partials(_plan(x, weight, squares is not None), x), x.dtype)
 
 
 _MATMUL_PARTS = MatmulParts()

@@ -21,12 +21,12 @@ from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_four_bit import matmul_four_bit
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
-from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
+from weft.ops.gemm.sliced import Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like, check_row_format
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_is_tensor
-from weft.plan.planned import AUTO, Machine, Planned, machine
+from weft.plan.planned import AUTO, machine
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -58,14 +58,15 @@ def matmul_silu_mul(
         if isinstance(weight, Fp8):
             raise ValueError("matmul_silu_mul: invariant=True with an fp8 weight; call matmul and silu_mul")
         sliced.check("matmul_silu_mul", operand_of(x), weight)
-    if activation != "silu" and isinstance(weight, Fp8 | FourBit):
-        return _by_two_launches(x, weight, fp8, activation)
     operand = operand_of(x)
     if isinstance(weight, Fp8):
         check_row_format("matmul_silu_mul", fp8, weight.device)
-        return matmul_fp8("matmul_silu_mul", operand, weight, gated=True, format=fp8)
-    if fp8 is not None:
+    elif fp8 is not None:
         raise ValueError("matmul_silu_mul: fp8 with a weight that is no Fp8; leave fp8 out")
+    if activation != "silu" and isinstance(weight, Fp8 | FourBit):
+        return _by_two_launches(x, weight, fp8, activation)
+    if isinstance(weight, Fp8):
+        return matmul_fp8("matmul_silu_mul", operand, weight, gated=True, format=fp8)
     if isinstance(weight, FourBit):
         return matmul_four_bit("matmul_silu_mul", operand, weight, gated=True)
     rows = operand.data
@@ -80,28 +81,25 @@ def matmul_silu_mul(
         raise ValueError(
             f"matmul_silu_mul: x has K={rows.shape[1]} columns and weight has {weight.shape[1]}; weight is [2 N, K]"
         )
-    if weight.shape[0] % 2 != 0:
-        raise ValueError(
-            f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
-        )
+    _check_halves(weight)
     check_scales("matmul_silu_mul", operand, weight)
     if operand.scales is None:
         return MATMUL_SILU_MUL.dispatch(rows, weight, activation, invariant)
     return matmul_deferred_norm.product(operand, weight, activation=activation)
 
 
-def _by_two_launches(
-    x: torch.Tensor | Fp8 | DeferredNorm, weight: Fp8 | FourBit, fp8: RowFormat | None, activation: str
-) -> torch.Tensor | Fp8:
-    """``matmul_silu_mul`` with a quantized weight, by ``matmul`` and ``silu_mul``."""
-    if isinstance(weight, Fp8):
-        check_row_format("matmul_silu_mul", fp8, weight.device)
-    elif fp8 is not None:
-        raise ValueError("matmul_silu_mul: fp8 with a weight that is no Fp8; leave fp8 out")
+def _check_halves(weight: torch.Tensor | Fp8 | FourBit) -> None:
     if weight.shape[0] % 2 != 0:
         raise ValueError(
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
+
+
+def _by_two_launches(
+    x: torch.Tensor | Fp8 | DeferredNorm, weight: Fp8 | FourBit, fp8: RowFormat | None, activation: str
+) -> torch.Tensor | Fp8:
+    """``matmul_silu_mul`` with a quantized weight, by ``matmul`` and ``silu_mul``."""
+    _check_halves(weight)
     product = matmul(x, weight)
     if fp8 is not None and fp8.kind == "token" and product.shape[1] > 2 * MAX_TOKEN:
         rows = silu_mul(product, activation=activation)
@@ -112,20 +110,10 @@ def _by_two_launches(
 class MatmulSiluMul(LocalGemm):
     name, alias = "matmul_silu_mul", "gemm-silu"
     designs = {"cublas": Cublas, "small_m": SmallM, "sliced": Sliced}
-    internal = invariant = ("sliced",)
     gated = True
     operands = ("x", "weight")
     projections = COLUMN_PARALLEL[1:]
     variants = ("deferred_norm", "block_fp8", "channel_fp8", "fp8_rows", "four_bit", "invariant")
-    options = (*LocalGemm.options, "invariant")
-
-    def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        if not call.invariant or call.design not in (AUTO, "sliced"):
-            return super().choose(call, machine)
-        return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps, gated=True)
-
-    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        return iter(()) if call.invariant else super().space(call, machine, quick)
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.

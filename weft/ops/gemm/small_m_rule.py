@@ -75,6 +75,18 @@ class SmallM:
         return min(self.partials, cdiv(K, self.block_k))
 
 
+def partials_left(design: object, K: int) -> int:
+    """Number of split-K partials that a GEMM by ``design`` leaves to the kernel after it; 1: none."""
+    return design.partials_of(K) if isinstance(design, SmallM) else 1
+
+
+def empty_partials(x: torch.Tensor, N: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Empty result [M, N] of rows ``x``, or ``count`` split-K partials of it if there are several."""
+    if count == 1:
+        return x.new_empty((x.shape[0], N), dtype=dtype)
+    return x.new_empty((count, x.shape[0], N), dtype=torch.float32)
+
+
 def is_small(M: int) -> bool:
     """True if the small-M kernel, which applies deferred RMS scales, computes GEMMs of ``M`` rows."""
     return M <= MAX_ROWS

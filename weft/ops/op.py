@@ -25,6 +25,7 @@ from torch._C import (
 
 from weft.arguments import did_you_mean, listed, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.knobs import around
 from weft.ops.layout import Given, Layout, autograd_formula, flat
 from weft.plan import asked, table
 from weft.plan.memo import once
@@ -201,8 +202,8 @@ class Op:
         return iter(())
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        """Designs with one field of ``design`` moved; none if ``quick`` and each would be compiled."""
-        return iter(())
+        """Designs with one knob of ``design`` moved; none if ``quick`` and each would be compiled."""
+        return iter(()) if quick else around(design)
 
     def by_rule(self, call: Call, machine: Machine) -> Any:
         """The design without rows."""

@@ -15,7 +15,7 @@ from weft.ops.attention.attention_op import GROUP, AttentionOp
 from weft.ops.attention.fixed_runs import FixedRuns, fixed_runs_for, parts_in_runs
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
-from weft.ops.knobs import around, check_knobs, counts, halved, knob, stepped
+from weft.ops.knobs import check_knobs, counts, halved, knob, stepped
 from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -113,7 +113,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     return SplitKV(
         block_n=block_n,
         least=least,
-        splits=splits_of(call, per_sm * caps.sms, least),
+        splits=splits_of(call.pairs, call.tokens, per_sm * caps.sms, least),
         num_warps=min(4, block_n // 16),
         num_stages=stages + (call.dtype.itemsize == 1),
     )
@@ -127,9 +127,9 @@ def least_of(pairs: int, caps: Capabilities) -> int:
     return 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
 
 
-def splits_of(call: DecodingCall, programs: int, least: int) -> int:
+def splits_of(pairs: int, tokens: int, programs: int, least: int) -> int:
     """Partials of a sequence at most, for about ``programs`` programs in all."""
-    return max(1, min(programs // max(1, call.pairs), cdiv(call.tokens, least), MAX_SPLITS))
+    return max(1, min(programs // max(1, pairs), cdiv(tokens, least), MAX_SPLITS))
 
 
 def programs_per_sm(pairs: int, caps: Capabilities) -> int:
@@ -169,18 +169,16 @@ class DecodingOp(AttentionOp):
         return split_kv_for(call, machine.caps)
 
     def space(self, call: DecodingCall, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
+        if call.invariant:
+            return
         rule = split_kv_for(call, machine.caps)
         for block_n in (16, 32, 64, 128):
             least, num_warps = max(rule.least, block_n), min(4, block_n // 16)
             for per_sm in (1, 2) if quick else (1, 2, 4):
-                splits = splits_of(call, per_sm * machine.caps.sms, least)
+                splits = splits_of(call.pairs, call.tokens, per_sm * machine.caps.sms, least)
                 for num_stages in (rule.num_stages,) if quick else (2, 3, 4):
                     tile = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
                     yield SplitKV(least=least, splits=splits, **tile)
-
-    def around(self, design: SplitKV, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
-        if not quick:
-            yield from around(design)
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         return {"lengths": (tokens,) * pairs}

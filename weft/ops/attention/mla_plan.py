@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from weft.ops.attention.decoding import MAX_SPLITS, splits_of
 from weft.ops.case import Case
-from weft.ops.knobs import around, check_knobs, counts, halved, knob, powers, stepped
+from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
 from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
@@ -19,8 +20,6 @@ from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
-
-MAX_SPLITS = 32
 
 
 @exchangeable
@@ -84,15 +83,10 @@ def blocks_for(call: MLACall, caps: Capabilities) -> LatentBlocks:
         block_m=block_m,
         block_n=block_n,
         least=least,
-        splits=splits_of(call, pairs, caps.sms * (2 if block_m == 16 else 1), least),
+        splits=splits_of(pairs, call.tokens, caps.sms * (2 if block_m == 16 else 1), least),
         num_warps=4 if block_m == 16 else 8,
         num_stages=num_stages,
     )
-
-
-def splits_of(call: MLACall, pairs: int, programs: int, least: int) -> int:
-    """Splits at most, for about ``programs`` programs in all."""
-    return max(1, min(programs // pairs, cdiv(call.tokens, least), MAX_SPLITS))
 
 
 class MLAPlan(Op):
@@ -138,10 +132,6 @@ class MLAPlan(Op):
             for block_n in (rule.block_n,) if quick else (16, 32, 64):
                 least = max(rule.least, block_n)
                 for per_sm in (1, 2):
-                    splits = splits_of(call, pairs, per_sm * machine.caps.sms, least)
+                    splits = splits_of(pairs, call.tokens, per_sm * machine.caps.sms, least)
                     tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
                     yield replace(rule, least=least, splits=splits, **tile)
-
-    def around(self, design: LatentBlocks, machine: Machine, quick: bool = False) -> Iterator[LatentBlocks]:
-        if not quick:
-            yield from around(design)

@@ -47,7 +47,7 @@ from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cach
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs, agreed, format_of
-from weft.ops.knobs import around, check_knobs, halved, knob, powers, stepped
+from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
 from weft.ops.local import (
     capabilities_of,
     check_dtype,
@@ -345,15 +345,13 @@ class PagedPrefillAttention(AttentionOp):
         return key_blocks_for(call, machine.caps)
 
     def space(self, call: PrefillCall, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
+        if call.invariant:
+            return
         rule = key_blocks_for(call, machine.caps)
         for block_n in (32, 64, 128):
             for num_warps in (4,) if quick else (4, 8):
                 for num_stages in (rule.num_stages,) if quick else (2, 3, 4):
                     yield KeyBlocks(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-
-    def around(self, design: KeyBlocks, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
-        if not quick:
-            yield from around(design)
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         return {"chunks": ((pairs, tokens, 0),)}

@@ -299,6 +299,16 @@ class ShardedArguments(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class Attending(NamedTuple):
+    """Checked arguments as the kernels take them. window: None where it hides no token."""
+
+    q: torch.Tensor
+    cache: PagedCache
+    sequences: Sequences
+    scores: ScoreRule
+    window: int | None = None
+
+
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
     """ValueError unless each rank can own the same number of query heads."""
     if q_heads % world_size:
@@ -320,43 +330,24 @@ class ShardedDecodeAttention(ShardedPlan):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: OneKernel | TwoKernels,
-        team: Team,
-        q: torch.Tensor,
-        cache: PagedCache,
-        sequences: Sequences,
-        scores: ScoreRule,
-        window: int | None = None,
-    ) -> torch.Tensor:
+    def run(self, design: OneKernel | TwoKernels | OverNodes, team: Team, given: Attending) -> torch.Tensor:
         """``sharded_decode_attention`` of checked arguments.
 
         ValueError for one_kernel if not all programs are resident.
         """
         self.check_design(design)
-        B, q_heads, D = q.shape
+        (B, q_heads, D), kv_heads = given.q.shape, given.cache.key_pages.shape[1]
         if B == 0:
-            return q.new_empty((B, q_heads // team.size, D))
-        heads = HeadSizes.of(q_heads, cache.key_pages.shape[1], B, team.size)
-        if isinstance(design, OverNodes):
-            heads = HeadSizes.of(q_heads, heads.kv_heads, B, team.size, team.shape.nodes, team.rail.index)
-            return self._run_over_nodes(design, team, q, cache, sequences, scores, heads, window)
-        return self._run_in_node(design, team, q, cache, sequences, scores, heads, window)[0]
+            return given.q.new_empty((B, q_heads // team.size, D))
+        if not isinstance(design, OverNodes):
+            heads = HeadSizes.of(q_heads, kv_heads, B, team.size)
+            return self._run_in_node(design, team, given, heads)[0]
+        heads = HeadSizes.of(q_heads, kv_heads, B, team.size, team.shape.nodes, team.rail.index)
+        return self._run_over_nodes(design, team, given, heads)
 
-    def _run_over_nodes(
-        self,
-        design: OverNodes,
-        team: Team,
-        q: torch.Tensor,
-        cache: PagedCache,
-        sequences: Sequences,
-        scores: ScoreRule,
-        heads: HeadSizes,
-        window: int | None,
-    ) -> torch.Tensor:
+    def _run_over_nodes(self, design: OverNodes, team: Team, given: Attending, heads: HeadSizes) -> torch.Tensor:
         """Merge of the nodes' parts, each of which has crossed once."""
-        results = self._run_in_node(design.node.design, team.node, q, cache, sequences, scores, heads, window)
+        results = self._run_in_node(design.node.design, team.node, given, heads)
         of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in results] for node in range(heads.nodes)]
         local, parts = of_nodes[heads.node], {}
         for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
@@ -364,26 +355,17 @@ class ShardedDecodeAttention(ShardedPlan):
         return merge_attention(*(torch.stack(x) for x in zip(*(parts[node] for node in sorted(parts)), strict=True)))[0]
 
     def _run_in_node(
-        self,
-        design: OneKernel | TwoKernels,
-        team: Team,
-        q: torch.Tensor,
-        cache: PagedCache,
-        sequences: Sequences,
-        scores: ScoreRule,
-        heads: HeadSizes,
-        window: int | None,
+        self, design: OneKernel | TwoKernels, team: Team, given: Attending, heads: HeadSizes
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, held, D], natural log of the sum of weights [B, held], or None in a team of one node)."""
+        q, cache, sequences, scores, window = given
         (B, _, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
         out = q.new_empty((B, heads.held, D))
         lse = q.new_empty((B, heads.held), dtype=torch.float32) if heads.nodes > 1 else None
         split, pairs = design.split, B * sizes.heads
         if fused and team.size > 1:
-            most = min(
-                resident_programs(split, D, cache.key_pages.itemsize, team.caps),
-                team.max_programs(split.num_warps),
-            )
+            resident = resident_programs(split, D, cache.key_pages.itemsize, team.caps)
+            most = min(resident, team.max_programs(split.num_warps))
             if pairs * split.splits > most:
                 raise ValueError(
                     f"{self.name}: algorithm='one_kernel' has {pairs * split.splits} programs that wait for peers, and {most} "
@@ -425,7 +407,7 @@ class ShardedDecodeAttention(ShardedPlan):
         design = self.plan(call, machine_of(team)).design
         cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
         scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
-        return self.run(design, team, q, cache, sequences, scores, window)
+        return self.run(design, team, Attending(q, cache, sequences, scores, window))
 
     def fake(self, given: ShardedArguments) -> torch.Tensor:
         B, q_heads, D = given.q.shape
@@ -472,7 +454,7 @@ class ShardedDecodeAttention(ShardedPlan):
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
         scores = ScoreRule.of(q.shape[2] ** -0.5, **cases.scores_of(case, q))
-        return self.run(case.design, team, q, *places, scores, case.field("window"))
+        return self.run(case.design, team, Attending(q, *places, scores, case.field("window")))
 
     def cases(self) -> Iterator[Case]:
         return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)

@@ -181,15 +181,14 @@ class ShardedPlan(AttentionOp):
         return call.pairs * split.splits <= most
 
     def space(self, call: ShardedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        rule, local = self.split_of(call, machine), DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype)
+        rule, sms = self.split_of(call, machine), machine.caps.sms
         for kind in (OneKernel, TwoKernels):
             for block_n in (rule.block_n,) if quick else (32, 64, 128):
                 for per_sm in (1, 2) if quick else (1, 2, 4):
                     least = max(rule.least, block_n)
                     # More than MAX_SPLITS too: contexts are long here.
-                    wanted = per_sm * machine.caps.sms // max(1, call.pairs)
-                    most = cdiv(call.tokens, least)
-                    for splits in {splits_of(local, per_sm * machine.caps.sms, least), max(1, min(wanted, most))}:
+                    many = max(1, min(per_sm * sms // max(1, call.pairs), cdiv(call.tokens, least)))
+                    for splits in {splits_of(call.pairs, call.tokens, per_sm * sms, least), many}:
                         split = replace(
                             rule, block_n=block_n, least=least, splits=splits, num_warps=min(4, block_n // 16)
                         )

@@ -144,11 +144,6 @@ class Matmul(LocalGemm):
         for tile in tiles(base.tile, call.M, call.dtype, machine.caps, quick):
             yield from (Persistent(tile=tile, split=base.split), Persistent(tile=tile, split=not base.split))
 
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from super().around(design, machine, quick)
-        if isinstance(design, Persistent) and not quick:
-            yield from around(design)
-
     def local_plan(self, call: GemmCall, machine: Machine) -> Planned:
         """Plan of a rank's GEMM within another op."""
         return self.plan(call._replace(local_first=False, design=AUTO), machine)

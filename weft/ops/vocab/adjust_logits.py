@@ -163,7 +163,18 @@ def adjust_logits(
             f"adjust_logits: changes.allowed has shape {tuple(changes.allowed.shape)}; bits of {logits.shape[1]} token ids "
             f"from {first} on take {words} columns"
         )
-    return ADJUST_LOGITS.dispatch(logits, rows, position, first, list(changes), guided)
+    return ADJUST_LOGITS.dispatch(AdjustArguments(logits, rows, position, first, list(changes), guided))
+
+
+class AdjustArguments(NamedTuple):
+    """Arguments of adjust_logits. changes: the tensors of a ``LogitChanges``."""
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    position: torch.Tensor
+    first: int
+    changes: list[torch.Tensor]
+    guided: bool
 
 
 def check_changes(op: str, changes: LogitChanges) -> None:
@@ -279,7 +290,8 @@ class AdjustLogits(LogitsOp):
         guided, changes = bool(case.field("guided")), [x.contiguous() for x in changes]
         if isinstance(case.design, str):
             return adjust_logits(logits, CASES_FIRST, LogitChanges(*changes), rows, position, guided)
-        return self.run(case.design, None, logits, rows, position, CASES_FIRST, changes, guided)
+        given = AdjustArguments(logits, rows, position, CASES_FIRST, changes, guided)
+        return self.run(case.design, None, given)
 
     def cases(self) -> Iterator[Case]:
         guided = (("guided", True),)
@@ -290,33 +302,23 @@ class AdjustLogits(LogitsOp):
         design = Chunks(chunks=3, chunk=230)
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(4, 650), design=design, fields=guided)
 
-    def run(
-        self,
-        design: Chunks,
-        team: None,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        position: torch.Tensor,
-        first: int,
-        changes: list[torch.Tensor],
-        guided: bool,
-    ) -> torch.Tensor:
+    def run(self, design: Chunks, team: None, given: AdjustArguments) -> torch.Tensor:
         """``adjust_logits`` of checked arguments."""
         self.check_design(design)
-        logits, (batch, vocab), of = rows_contiguous(logits), logits.shape, LogitChanges(*changes)
+        logits, of, (batch, vocab) = rows_contiguous(given.logits), LogitChanges(*given.changes), given.logits.shape
         out = torch.empty((batch, vocab), dtype=torch.float32, device=logits.device)
         if batch > 0:
             adjust_logits_kernel[(batch, design.chunks)](
                 logits,
                 logits.stride(0),
-                rows.contiguous(),
-                position.contiguous(),
+                given.rows.contiguous(),
+                given.position.contiguous(),
                 of,
                 out,
                 vocab,
-                first,
+                given.first,
                 design.chunk,
-                GUIDED=guided,
+                GUIDED=given.guided,
                 ENDS=of.ends.shape[1],
                 WORDS=of.bad_words.shape[1],
                 LENGTH=of.bad_words.shape[2],
@@ -328,19 +330,11 @@ class AdjustLogits(LogitsOp):
             )
         return out
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        position: torch.Tensor,
-        first: int,
-        changes: list[torch.Tensor],
-        guided: bool,
-    ) -> torch.Tensor:
-        return self.run(self.plan_of(logits), None, logits, rows, position, first, changes, guided)
+    def forward(self, given: AdjustArguments) -> torch.Tensor:
+        return self.run(self.plan_of(given.logits), None, given)
 
-    def fake(self, logits, rows, position, first, changes, guided):
-        return torch.empty_like(logits, dtype=torch.float32)
+    def fake(self, given: AdjustArguments) -> torch.Tensor:
+        return torch.empty_like(given.logits, dtype=torch.float32)
 
 
 ADJUST_LOGITS = AdjustLogits()

@@ -206,7 +206,18 @@ def sample_argmax(
             check_shape("sample_argmax", name, x, (batch,))
         elif temperature is not None and name in ("seed", "position"):
             raise ValueError(f"sample_argmax: a temperature needs random numbers; pass {name}")
-    return SAMPLE_ARGMAX.dispatch(logits, first, temperature, seed, position, floor)
+    return SAMPLE_ARGMAX.dispatch(SamplingArguments(logits, first, temperature, seed, position, floor))
+
+
+class SamplingArguments(NamedTuple):
+    """Arguments of sample_argmax."""
+
+    logits: torch.Tensor
+    first: int
+    temperature: torch.Tensor | None
+    seed: torch.Tensor | None
+    position: torch.Tensor | None
+    floor: torch.Tensor | None
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -319,7 +330,7 @@ class SampleArgmax(LogitsOp):
         if isinstance(case.design, str):
             return join_argmax(sample_argmax(logits, CASES_FIRST, *sampling))
         optional = (*sampling, None) if sampling else (None,) * 4
-        return join_argmax(self.run(case.design, None, logits, CASES_FIRST, *optional))
+        return join_argmax(self.run(case.design, None, SamplingArguments(logits, CASES_FIRST, *optional)))
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
@@ -334,50 +345,33 @@ class SampleArgmax(LogitsOp):
         broken = (("sampled", True), ("broken", True))
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(9, 1025), design=design, fields=broken)
 
-    def run(
-        self,
-        design: Chunks,
-        team: None,
-        logits: torch.Tensor,
-        first: int,
-        temperature: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        position: torch.Tensor | None,
-        floor: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, design: Chunks, team: None, given: SamplingArguments) -> torch.Tensor:
         """``sample_argmax`` of checked arguments."""
         self.check_design(design)
+        logits, first, *optional = given
         logits, (batch, vocab) = rows_contiguous(logits), logits.shape
         pairs = torch.empty((design.chunks, batch, 2), dtype=torch.float32, device=logits.device)
         if batch > 0:
-            optional = (x if x is None else x.contiguous() for x in (temperature, seed, position, floor))
             sample_argmax_kernel[(batch, design.chunks)](
                 logits,
                 logits.stride(0),
-                *optional,
+                *(x if x is None else x.contiguous() for x in optional),
                 pairs,
                 vocab,
                 first,
                 design.chunk,
-                SAMPLED=temperature is not None,
-                FLOORED=floor is not None,
+                SAMPLED=given.temperature is not None,
+                FLOORED=given.floor is not None,
                 BLOCK=BLOCK,
                 **launch_options(capabilities_of(logits.device)),
             )
         return pairs
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        first: int,
-        temperature: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        position: torch.Tensor | None,
-        floor: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self.run(self.plan_of(logits), None, logits, first, temperature, seed, position, floor)
+    def forward(self, given: SamplingArguments) -> torch.Tensor:
+        return self.run(self.plan_of(given.logits), None, given)
 
-    def fake(self, logits, first, temperature, seed, position, floor):
+    def fake(self, given: SamplingArguments) -> torch.Tensor:
+        logits = given.logits
         return logits.new_empty((self.plan_of(logits).chunks, logits.shape[0], 2), dtype=torch.float32)
 
 

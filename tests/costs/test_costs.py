@@ -232,3 +232,9 @@ def test_all_ranks_read_the_file_of_rank_0(tmp_path, unused):
     gpu.agree(team(1, lambda value: [None, value]))
     gpu.agree(SimpleNamespace(device=torch.device("cpu")))
     assert gpu.default_file("NVIDIA H200").name == "costs-nvidia-h200.json"
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_no_design_multiplies_before_its_weights_are_read(op):
+    shape, of = (16, 8192, 14336), named("h100")
+    assert min(predict(op, shape, world_size=2, gpu="h100").by_design.values()) * 1e6 > 2 * 8192 * 14336 / of.memory

@@ -102,7 +102,8 @@ def _fused(gpu: Gpu, fitted: Gemms, size: Size, sent: float) -> float:
     """Kernel that computes tiles and sends or awaits rows: the longer of both, and the first or last tile."""
     waves, each = tiling(gpu, fitted, size)
     whole = math.ceil(waves)
-    work = whole * each * fitted.triton * slowed(gpu, fitted, size)
+    weights = size.N * size.K * size.weight / gpu.memory
+    work = max(whole * each * fitted.triton * slowed(gpu, fitted, size), weights)
     return fitted.fused + max(work, sent / gpu.stores) + sent / gpu.stores / (whole + 1)
 
 

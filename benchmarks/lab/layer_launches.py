@@ -32,8 +32,9 @@ from weft.bench.models.steps import config_of
 from weft.costs.gpu import Gpu, named
 from weft.costs.grouped import Experts
 from weft.costs.predicted import WEIGHTS
+from weft.costs.recipes import Launch
 from weft.models.config import DecoderConfig
-from weft.predict.steps import Launch, Layout, launches
+from weft.predict.steps import Layout, launches, recipe_of, tokens_of
 from weft.runtime.files import put
 from weft.trace.chrome import read
 from weft.trace.summary import summary
@@ -93,7 +94,8 @@ def floor_of(gpu: Gpu, launch: Launch, world_size: int) -> float:
 
 def layer_of(config: DecoderConfig, step: Sequence[int], layout: Layout) -> list[Launch]:
     """Launches of one layer as the predictions of steps have them."""
-    one = list(launches(replace(config, num_hidden_layers=1), step, layout))
+    recipe = recipe_of(config, tokens_of(step), layout, "h200")
+    one = list(launches(replace(config, num_hidden_layers=1), step, layout, recipe))
     return one[: next(at for at, launch in enumerate(one) if launch.what == "embedding")]
 
 

@@ -11,6 +11,7 @@ import weft
 import weft.engine.prompts as prompts_module
 import weft.engine.runner as runner_module
 from weft.console import layout_of
+from weft.costs.gpu import named
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import Graphs, decode_buckets
 from weft.engine.params import Kind, SamplingParams
@@ -71,8 +72,9 @@ def new_runner(model, max_batch=8):
 @pytest.mark.parametrize("fused", [False, True])
 def test_chunks_that_cudnn_attends_to_in_parts_have_no_graph(one_layer, monkeypatch, fused):
     """By the number of cached tokens and of rows, which a graph would hold; each chunk of a pass must be one of them."""
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda rows, cached, *given: cached >= 32)
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: False)
+    limits = replace(named("h200").limits, cudnn_rows=1, cudnn_cached=32)
+    monkeypatch.setattr("weft.engine.prompts.limits_of", lambda team: limits)
+    monkeypatch.setattr("weft.parallel.step.takes_cached", lambda *given: True)
     reads = [continued(read, before) for read, before in zip(reads_of(48, 48), (32, 31), strict=True)]
 
     def main(model):

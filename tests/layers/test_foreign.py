@@ -84,7 +84,9 @@ FEW = {
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.sweep) for case in CASES],
 )
 def test_a_replaced_model_answers_as_the_untouched_one(kind, mode, world_size, monkeypatch):
-    monkeypatch.setattr("weft.layers.foreign.splits_tokens", lambda tokens: tokens >= 8)  # "auto" splits prompts
+    monkeypatch.setattr(
+        "weft.layers.foreign.splits_tokens", lambda tokens, *sizes: tokens >= 8
+    )  # "auto" splits prompts
     model = model_of(kind)
 
     def main(team):

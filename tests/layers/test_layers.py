@@ -1,10 +1,14 @@
 """TPMLP and TPAttention against the whole modules, rank by rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import weft
+from weft.costs.gpu import named
+from weft.costs.recipes import Changes
 from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, rotary_angles
 
 transformers = pytest.importorskip("transformers")
@@ -65,7 +69,7 @@ def test_an_mlp_over_ranks_is_the_whole_mlp(config, mode, world_size):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_mlp_of_many_tokens_takes_them_as_they_arrive(config, fused, world_size, monkeypatch):
-    monkeypatch.setattr("weft.parallel.step_plan.overlaps", lambda tokens, world_size: True)
+    monkeypatch.setattr("weft.parallel.step_plan.changes", lambda *given: Changes(0, 0, 0))
     whole, mode = randomised(hf.Qwen3MLP(config)), "sequence_parallel"
     x = torch.randn(24, 32)
 
@@ -172,7 +176,8 @@ def test_prompts_for_cudnn_are_what_ours_are(config, spans, monkeypatch):
         return attention(x, step, cache), *cache
 
     found = weft.simulate(main, 1)[0]
-    monkeypatch.setattr("weft.parallel.thresholds.CUDNN_ROWS", 1)
+    limits = replace(named("h200").limits, cudnn_rows=1)
+    monkeypatch.setattr("weft.parallel.step.limits_of", lambda team: limits)
     for by_cudnn, ours in zip(weft.simulate(main, 1)[0], found, strict=True):
         torch.testing.assert_close(by_cudnn, ours, rtol=1e-4, atol=1e-5)
 

@@ -1,6 +1,7 @@
 """Models whose KV cache is spread over the ranks compute what transformers computes, and their engine answers as one rank's."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import weft
 from tests.against_transformers import FAMILIES, TOLERANCE, prompt, reference_logits, relative_rms
 from tests.teacher_forced import in_three_ways
+from weft.costs.gpu import named
 from weft.engine import Engine
 from weft.models import Decoder
 from weft.ops.collectives.ahead import InFlight
@@ -200,7 +202,8 @@ def test_kernels_over_a_spread_cache_agree_with_transformers(make_checkpoint, wo
 @pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.sweep), "Qwen2"])
 def test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads(make_checkpoint, monkeypatch, family):
     """As on GPUs with many rows. Qwen2 has biases, with which keys and values come together."""
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
+    limits = replace(named("h200").limits, cudnn_rows=0)
+    monkeypatch.setattr("weft.parallel.step.limits_of", lambda team: limits)
     directory, reference = make_checkpoint(family, kv_heads=2, num_hidden_layers=1)
     tokens = prompt(2, 20)
     for found in weft.simulate(fused_logits, 2, args=(directory, tokens, {"fused": True})):
@@ -210,8 +213,9 @@ def test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads(make_checkpoin
 @pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.sweep), "Qwen2"])
 def test_prompts_that_go_on_over_a_spread_cache_are_computed_in_parts(make_checkpoint, monkeypatch, family):
     """As on GPUs after many cached tokens, of which the pages come from all ranks."""
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda *given: True)
+    limits = replace(named("h200").limits, cudnn_rows=0, cudnn_cached=0)
+    monkeypatch.setattr("weft.parallel.step.limits_of", lambda team: limits)
+    monkeypatch.setattr("weft.parallel.step.takes_cached", lambda *given: True)
     directory, reference = make_checkpoint(family, kv_heads=2, num_hidden_layers=1)
     tokens = prompt(2, 20)
     for found in weft.simulate(fused_logits, 2, args=(directory, tokens, {"fused": True})):

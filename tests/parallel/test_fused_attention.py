@@ -1,15 +1,20 @@
 """Attention of the fused recipes against that in torch's operations, for what families of models differ in."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import weft
 from weft import ops
+from weft.costs.gpu import named
 from weft.layers import PagedCache, Step, plan_layer, rotary_angles
 from weft.ops.attention import parts
 from weft.parallel import fused, plain
 from weft.parallel.step import Chunk
 from weft.parallel.tensors import AttentionWeights
+
+H200 = named("h200").limits
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE = 32, 4, 2, 16, 16
 ANGLES = rotary_angles(64, D, 50.0, torch.device("cpu"))
@@ -84,7 +89,8 @@ def test_fused_attention_is_that_of_torch(options, prompts):
 
 @pytest.mark.parametrize("options", ["bias", "window", "wide window", "all"])
 def test_prompts_for_cudnn_are_those_that_it_can_compute(options, monkeypatch):
-    monkeypatch.setattr("weft.parallel.thresholds.CUDNN_ROWS", 1)
+    limits = replace(H200, cudnn_rows=1)
+    monkeypatch.setattr("weft.parallel.step.limits_of", lambda team: limits)
     calls = []
     monkeypatch.setattr(fused, "attend_to_prompts", lambda *given: calls.append(1) or plain.attend_to_prompts(*given))
     check(OPTIONS[options], PROMPTS["at once"])
@@ -95,8 +101,9 @@ def test_prompts_for_cudnn_are_those_that_it_can_compute(options, monkeypatch):
 def test_prompts_that_go_on_are_computed_in_parts(options, monkeypatch):
     """By cuDNN on GPUs, from many cached tokens on: cached pages some at a time, then the new tokens; a window refuses it."""
     calls = []
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
-    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda *given: True)
+    limits = replace(H200, cudnn_rows=0, cudnn_cached=0)
+    monkeypatch.setattr("weft.parallel.step.limits_of", lambda team: limits)
+    monkeypatch.setattr("weft.parallel.step.takes_cached", lambda *given: True)
     monkeypatch.setattr(fused, "CACHED_AT_ONCE", PAGE)
 
     def counted(q, new, cached, scale):
@@ -114,7 +121,7 @@ def test_which_prompts_are_computed_in_parts():
 
     def parted(length, before, dtype=torch.bfloat16, **fields):
         w = AttentionWeights(torch.empty(0, dtype=dtype), None, None, None, 1e-6, **{"heads": 16, **SIZES, **fields})
-        return Chunk(1, length, before, 0, 0).by_cudnn(w)
+        return Chunk(1, length, before, 0, 0).by_cudnn(w, H200)
 
     assert parted(4096, 16384) and parted(2048, 131072, heads=32) and parted(4096, 16384, window=20480)
     assert not parted(4096, 16383) and not parted(4095, 16384) and not parted(4096, 16384, window=20479)

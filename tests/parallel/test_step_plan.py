@@ -1,5 +1,6 @@
 """The plan of a forward pass: its recipe, by mode and number of tokens, and the reason."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +14,33 @@ from weft.runtime.capabilities import Capabilities
 
 def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
     def main(team):
-        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        return [str(plan_step(tokens, mode="auto", **sizes, fused=True)) for tokens in (1, 1025, 4096)]
+        sizes = {"hidden_size": 4096, "dtype": torch.bfloat16, "team": team}
+        plans = [str(plan_step(tokens, mode="auto", **sizes)) for tokens in (1, 1000, 4096)]
+        return [*plans, str(plan_step(1, mode="auto", **sizes, fused=False))]
 
-    decode, medium, prefill = weft.simulate(main, 2)[0]
-    assert decode == (
-        "replicated, fused, all-reduce with the next norm: 1 token < 2048: too few to split over 2 ranks; 1 token <= 1024: "
-        "a GEMM is too short to hide an all-reduce, so the norm takes it along"
+    decode, medium, prefill, plain = weft.simulate(main, 4)[0]
+    time = r"\d+(?:\.\d+)?"
+    assert re.fullmatch(
+        "replicated, fused, all-reduce with the next norm, deferred RMS scale: 1 token < 1024: predicted µs of a layer: "
+        f"fused_norm {time}, replicated {time}, sequence_parallel {time}",
+        decode,
     )
-    assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
-    assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
-    decode, medium, prefill = weft.simulate(main, 1)[0]
+    assert re.fullmatch(
+        f"replicated, fused: 1000 tokens < 1024: predicted µs of a layer: replicated {time}, .* {time}, .* {time}",
+        medium,
+    )
+    assert re.fullmatch(
+        "sequence_parallel, fused: 4096 tokens >= 1024: predicted µs of a layer: "
+        f"sequence_parallel {time}, replicated {time}, fused_norm {time}",
+        prefill,
+    )
+    assert "fused_norm" not in plain and plain.startswith(
+        "replicated, unfused: 1 token < 1024: predicted µs of a layer: rep"
+    )
+    decode, medium, prefill, _ = weft.simulate(main, 1)[0]
     assert decode == (
-        "replicated, fused, all-reduce with the next norm: one rank: nothing to send; 1 token <= 128: the norm adds up a "
-        "GEMM's parts"
+        "replicated, fused, all-reduce with the next norm, deferred RMS scale: one rank: nothing to send; 1 token <= 128: the "
+        "norm adds up a GEMM's parts"
     )
     assert medium == prefill == "replicated, fused: one rank: nothing to send"
 
@@ -58,7 +72,7 @@ def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
 
     assert defers(plan()) and ", deferred RMS scale" in str(plan())
     others = [
-        {"tokens": 513},
+        {"tokens": 2048},
         {"dtype": torch.float32},
         {"dtype": torch.float16},
         {"mode": "sequence_parallel"},
@@ -67,9 +81,9 @@ def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
     for asked in others:
         assert not defers(plan(**asked)) and "deferred" not in str(plan(**asked)), asked
     assert defers(plan(512)) and defers(plan(1024, world_size=2))
-    assert not isinstance(plan(1025, world_size=2).recipe, FusedNorm) and not isinstance(plan(1024).recipe, FusedNorm)
+    assert not isinstance(plan(2048, world_size=2).recipe, FusedNorm)
     monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: True)
-    assert defers(plan(arch="sm_100")) and not defers(plan(513))
+    assert defers(plan(arch="sm_100")) and not defers(plan(2048))
     monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: False)
     assert not defers(plan())
 

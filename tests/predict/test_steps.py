@@ -15,7 +15,7 @@ from weft.models import Decoder, DecoderConfig
 from weft.models.families import PUBLISHED
 from weft.parallel.step_plan import plan_step
 from weft.plan.asked import recorded
-from weft.predict.steps import Layout, launches, recipe_of, step_time, tokens_of
+from weft.predict.steps import Layout, launches, layer_in, recipe_of, step_time, tokens_of
 
 ROWS = step_errors.rows()
 SEEN = [row for row in ROWS if row.is_fitted]
@@ -32,14 +32,17 @@ def test_errors_on_committed_steps(rows):
     assert sum(one <= step_errors.GOAL for one in errors) >= 0.8 * len(errors)
 
 
-@pytest.mark.parametrize("tokens", [1, 128, 129, 600, 1024, 1025, 2047, 2048, 8192])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_recipe_is_the_plan_s(tokens, world_size):
-    def main(team):
-        return plan_step(tokens, mode="auto", hidden_size=4096, dtype=torch.bfloat16, team=team).recipe
+def test_the_recipe_is_the_plan_s(world_size):
+    config, layout, tokens = config_of("qwen3-8b"), Layout(world_size=world_size), (1, 128, 129, 600, 1023, 1024, 8192)
+    sizes = {"hidden_size": 4096, "dtype": torch.bfloat16, "layer": layer_in(config, layout)}
 
-    recipe = weft.simulate(main, world_size)[0]
-    assert RECIPES[type(recipe).__name__] == recipe_of(tokens, world_size)
+    def main(team):
+        return [plan_step(count, mode="auto", team=team, **sizes).recipe for count in tokens]
+
+    recipes = [RECIPES[type(recipe).__name__] for recipe in weft.simulate(main, world_size)[0]]
+    assert recipes == [recipe_of(config, count, layout, "h200") for count in tokens]
+    assert recipes[-1] == ("sequence_parallel" if world_size > 1 else "replicated")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -54,14 +57,14 @@ def test_launches_of_a_decode_step_are_the_ops_that_a_decoder_runs(world_size):
 
     # Parts of other ops' plans, and the order of choices.
     planned = weft.simulate(main, world_size)[0] - {"matmul_parts", "embed", "sample_argmax"}
-    listed = {one.op for one in launches(TINY_CONFIG, (2, 64, 1), Layout(world_size=world_size))}
+    listed = {one.op for one in launches(TINY_CONFIG, (2, 64, 1), Layout(world_size=world_size), "fused_norm")}
     assert planned - {"all_reduce_rms_norm"} == listed - {"memory", "all_reduce_rms_norm"}
     assert ("all_reduce_rms_norm" in listed) == (world_size > 1)
 
 
 def test_a_dense_layer_has_seven_launches():
     config = dataclasses.replace(config_of("qwen3-32b"), num_hidden_layers=1)
-    ops = [one.what for one in launches(config, (1, 128, 1), Layout(world_size=2))]
+    ops = [one.what for one in launches(config, (1, 128, 1), Layout(world_size=2), "fused_norm")]
     assert ops[:7] == ["all-reduce + norm", "qkv", "attention", "o", "all-reduce + norm", "gate, up", "down"]
     assert ops[7:] == ["embedding", "last norm", "head", "choice", "choice over ranks"]
 

@@ -25,9 +25,18 @@ def chosen(times: Mapping[str, float]) -> str:
 def least(times: Mapping[str, float], caps: Capabilities) -> tuple[str, str]:
     """(name of the ``chosen`` design by ``times`` in µs, the reason as a sentence)."""
     name = chosen(times)
+    return name, told(name, times, caps, "in a row")
+
+
+def told(name: str, times: Mapping[str, float], caps: Capabilities, what: str) -> str:
+    """Text for ``explain``: times in µs, that of ``name`` first. what: that takes them."""
     ordered = [name, *sorted(times.keys() - {name}, key=lambda other: times[other])]
-    shown = ", ".join(f"{one} {times[one]:.3g}" for one in ordered[:SHOWN])
-    return name, f"predicted µs in a row: {shown}{_whose(gpu_of(caps), caps)}"
+    shown = ", ".join(f"{one} {_digits(times[one])}" for one in ordered[:SHOWN])
+    return f"predicted µs {what}: {shown}{_whose(gpu_of(caps), caps)}"
+
+
+def _digits(us: float) -> str:
+    return f"{us:.3g}" if us < 999.5 else f"{us:.0f}"
 
 
 def _whose(gpu: Gpu, caps: Capabilities) -> str:

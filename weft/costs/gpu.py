@@ -1,9 +1,11 @@
 """Constants of a GPU and of its links, shipped in gpus/ or measured by ``weft doctor --measure``.
 
-{"schema": 1, "gpu": "NVIDIA H200", "arch": "sm_90", "constants": {"memory": {"value": 4300000.0, "source": "…"}, …}}
+{"schema": 1, "gpu": "NVIDIA H200", "arch": "sm_90", "constants": {"memory": {"value": 4300000.0, "source": "…"}, …},
+ "limits": {"cudnn_rows": {"value": 65536, "source": "…"}, …}}
 
 Plans read the shipped file of their GPU, unless ``use`` gave this process measured constants. A GPU without either takes the
-constants of the shipped GPU that is most like it (``nearest``), with the GPU's number of SMs.
+constants of the shipped GPU that is most like it (``nearest``), with the GPU's number of SMs. A file without limits, as
+``weft doctor --measure`` writes it, has the limits of the nearest shipped GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +37,23 @@ MOST_BYTES = 1 << 20
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Measured facts of a GPU that no cost function predicts: where one kernel overtakes another.
+
+    cudnn_rows      rows (query heads times new tokens) from which cuDNN's attention beats weft's to prompts of one length,
+                    though it needs the keys outside the cache, a memset and a pause
+    cudnn_cached    tokens in the cache before the new ones from which it does so too, though their keys are copied and parts
+                    are merged
+    deferred_scale  True: in bf16, GEMMs that divide by a deferred RMS were measured to be faster than norms that do
+    """
+
+    cudnn_rows: int
+    cudnn_cached: int
+    deferred_scale: bool
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """Constants of one GPU. Times in µs, rates in bytes or operations per µs.
 
@@ -49,6 +68,7 @@ class Gpu:
     one_link  bytes that they send to one peer: less than ``stores`` where links go from GPU to GPU
     link      bytes that a copy engine sends to one peer
     copy      start of a copy engine's copy, and the flag after it
+    limits    facts that are not predicted
     measured  False: from data sheets
     """
 
@@ -63,6 +83,7 @@ class Gpu:
     one_link: float
     link: float
     copy: float
+    limits: Limits
     measured: bool = True
 
     def wire(self, world_size: int) -> float:
@@ -70,7 +91,8 @@ class Gpu:
         return min(self.stores, max(1, world_size - 1) * self.one_link)
 
 
-CONSTANTS = tuple(field.name for field in dataclasses.fields(Gpu) if field.name not in ("gpu", "arch", "measured"))
+_OTHER = ("gpu", "arch", "limits", "measured")
+CONSTANTS = tuple(field.name for field in dataclasses.fields(Gpu) if field.name not in _OTHER)
 # Constants that ``use`` gave this process, by GPU.
 _used: dict[str, Gpu] = {}
 
@@ -157,9 +179,9 @@ def read(path: Path) -> Gpu:
             if not isinstance(document.get(name), str) or not document[name]:
                 raise ValueError(f"{name}={quoted(document.get(name))} is not a name")
         values = {name: _value(name, constants[name]) for name in CONSTANTS}
-        return Gpu(
-            gpu=document["gpu"], arch=document["arch"], measured=document.get("measured", True) is True, **values
-        )
+        gpu, arch = document["gpu"], document["arch"]
+        limits = _limits(document["limits"]) if "limits" in document else named(gpu, arch).limits
+        return Gpu(gpu=gpu, arch=arch, limits=limits, measured=document.get("measured", True) is True, **values)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -169,6 +191,17 @@ def _value(name: str, constant: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}={quoted(value)} is not a positive number")
     return int(value) if name == "sms" else float(value)
+
+
+def _limits(content: object) -> Limits:
+    kinds = {field.name: bool if field.name == "deferred_scale" else int for field in dataclasses.fields(Limits)}
+    if not isinstance(content, dict) or set(content) != set(kinds):
+        raise ValueError(f"limits must be {', '.join(kinds)}")
+    values = {name: one.get("value") if isinstance(one, dict) else None for name, one in content.items()}
+    for name, value in values.items():
+        if type(value) is not kinds[name] or value < 0:
+            raise ValueError(f"{name}={quoted(value)} is not a {'flag' if kinds[name] is bool else 'number of tokens'}")
+    return Limits(**values)
 
 
 def load(path: Path) -> Gpu | None:

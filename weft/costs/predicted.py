@@ -69,10 +69,8 @@ def predict(
 
     ValueError for an op, a shape or a design that there is not.
     """
-    name, _, variant = op.replace("-", "_").partition("+")
-    if name not in OPS:
-        raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
-    times = _times(name, variant, tuple(shape), dtype, world_size, named(gpu), fitted.read())
+    name = op.replace("-", "_").partition("+")[0]
+    times = times_of(op, tuple(shape), dtype.itemsize, world_size, named(gpu))
     if design != "auto" and design not in times:
         raise ValueError(f"design={quoted(design)} of {name} has no costs; pass one of auto, {', '.join(times)}")
     chosen = min(times, key=lambda one: times[one]) if design == "auto" else design
@@ -99,14 +97,15 @@ def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float, 
 
 
 @remembered
-def _times(
-    op: str, variant: str, shape: tuple[int, ...], dtype: torch.dtype, world_size: int, gpu: Gpu, of: fitted.Fitted
-) -> Mapping[str, float]:
-    """µs by design."""
-    count, made = OPS[op]
+def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: Gpu) -> Mapping[str, float]:
+    """µs by design, of elements of ``item`` bytes; else as of ``predict``."""
+    name, _, variant = op.replace("-", "_").partition("+")
+    if name not in OPS:
+        raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
+    count, made = OPS[name]
     if len(shape) < count:
-        raise ValueError(f"shape={shape} of {op} has {len(shape)} sizes; pass {count}")
-    return made(gpu, of, Asked(variant, shape, dtype.itemsize, world_size))
+        raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
+    return made(gpu, fitted.read(), Asked(variant, shape, item, world_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from weft.engine.params import Kind, joint_kind
 from weft.engine.prefill import PrefillChunk, Shape, StaticPrefill, prefill_eagerly
 from weft.models import Decoder
 from weft.parallel.context import gathered_entries
-from weft.parallel.step import Chunk
-from weft.parallel.thresholds import cudnn_attends
+from weft.parallel.step import Chunk, limits_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.copying import upload
 
@@ -257,7 +256,8 @@ class Prompts:
         shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
         attentions = model.attentions
         whole = next((attention.weights for attention in attentions if attention.window is None), None)
-        return whole is not None and all(shape.by_cudnn(whole) for shape in shapes)
+        limits = limits_of(model.team)
+        return whole is not None and all(shape.by_cudnn(whole, limits) for shape in shapes)
 
     def _read_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape
@@ -309,8 +309,8 @@ class Prompts:
         if not model.prefills_in_kernels:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]
         else:
-            heads = model.attentions[0].num_heads
-            shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
+            heads, most = model.attentions[0].num_heads, limits_of(model.team).cudnn_rows
+            shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if n * heads >= most])
         sizes = [(shape, kind) for shape in shapes for kind in WARM_KINDS]
         if self.gathering is None or not model.prefills_in_kernels:
             return [], sizes

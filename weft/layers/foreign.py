@@ -28,8 +28,7 @@ from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sequences import Sequences
-from weft.parallel.step_plan import plan_layer
-from weft.parallel.thresholds import splits_tokens
+from weft.parallel.step_plan import plan_layer, splits_tokens
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
     if not all(hasattr(decoder, part) for part in ("layers", "norm", "config")):
         raise ValueError(f"model={name} has no layers and norm in its base model; replace() takes decoders")
-    current = _Pass(team, mode)
+    current = _Pass(team, mode, decoder.config.hidden_size)
     made, left = {}, {}
     for path, module, kind in _planned(model, plan):
         try:
@@ -127,8 +126,8 @@ class _Pass:
     length   tokens of each sequence, without padding
     """
 
-    def __init__(self, team: Team, mode: str) -> None:
-        self.team, self.mode, self.sharded, self.length = team, mode, False, 0
+    def __init__(self, team: Team, mode: str, hidden_size: int) -> None:
+        self.team, self.mode, self.hidden_size, self.sharded, self.length = team, mode, hidden_size, False, 0
         self._angles: torch.Tensor | None = None
 
     def angles_of(self, config: Any, head_dim: int) -> torch.Tensor | None:
@@ -141,7 +140,7 @@ class _Pass:
     def splits(self, tokens: int) -> bool:
         """True if ``tokens`` are split over the ranks between the layers."""
         return self.mode == "sequence_parallel" or (
-            self.mode == "auto" and self.team.size > 1 and splits_tokens(tokens)
+            self.mode == "auto" and self.team.size > 1 and splits_tokens(tokens, self.hidden_size, self.team)
         )
 
     def plan(self, layer: nn.Module, x: torch.Tensor) -> StepPlan:

@@ -26,6 +26,7 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.dummy import fill_dummy
 from weft.models.invariant import check_invariant
+from weft.models.layer_sizes import layer_of
 from weft.models.memory import check_memory
 from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
@@ -187,6 +188,7 @@ class Decoder(nn.Module):
             )
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
         self.fused = fused
+        self._sizes = layer_of(config, team.size, layout == "slices", dtype.itemsize)
         self.adapters: tuple[str, ...] = ()
         if self.mode == "invariant":
             check_invariant(config, dtype, fused)
@@ -342,6 +344,7 @@ class Decoder(nn.Module):
             dtype=self.dtype,
             team=self.team,
             fused=self.fused,
+            layer=self._sizes,
         )
         if self.adapters:
             reason = f"{plan.reason}; adapters are added after each GEMM, so nothing is fused with one"

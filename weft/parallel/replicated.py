@@ -17,6 +17,7 @@ from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
+from weft.ops.gemm.small_m_rule import is_small
 from weft.parallel import fused
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
@@ -34,7 +35,6 @@ from weft.parallel.tensors import (
     own_rows,
     tensor_of,
 )
-from weft.parallel.thresholds import gemm_divides
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
@@ -132,7 +132,7 @@ class FusedNorm(Recipe):
 
     def of_head(self, rows: int) -> FusedNorm:
         # No kernel would divide logits by root mean squares.
-        return self if gemm_divides(rows) else self.without_deferred_scale()
+        return self if is_small(rows) else self.without_deferred_scale()
 
     def add_norm(
         self, x: PartialSum | Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None

@@ -10,13 +10,13 @@ import numpy
 import torch
 
 from weft import ops
+from weft.costs.gpu import Limits, gpu_of
 from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.delta_states import DeltaStates
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import Angles
-from weft.parallel.tensors import AttentionWeights
-from weft.parallel.thresholds import cudnn_attends, cudnn_attends_after
+from weft.parallel.tensors import AttentionWeights, Matrix
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
@@ -97,15 +97,16 @@ class Chunk(NamedTuple):
     first_token: int
     first_sequence: int
 
-    def by_cudnn(self, w: AttentionWeights) -> bool:
-        """True if cuDNN is to attend: it can, and beats weft's kernel."""
+    def by_cudnn(self, w: AttentionWeights, limits: Limits) -> bool:
+        """True if cuDNN is to attend: it can, and beats weft's kernel on a GPU of these ``limits``."""
         if w.softcap is not None or w.sinks is not None:
             return False
         if w.window is not None and self.before + self.length > w.window:
             return False
         if self.before == 0:
-            return cudnn_attends(self.batch * self.length * w.heads)
-        return cudnn_attends_after(self.length * w.heads, self.before, w.qkv, w.head_dim)
+            return self.batch * self.length * w.heads >= limits.cudnn_rows
+        many = self.length * w.heads >= limits.cudnn_rows and self.before >= limits.cudnn_cached
+        return many and takes_cached(w.qkv, w.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,8 @@ class Step:
 
         After cached tokens: in parts (``fused.attend_after_cached``).
         """
-        return bool(self.chunks) and all(chunk.by_cudnn(w) for chunk in self.chunks)
+        limits = limits_of(self.plan.recipe.team)
+        return bool(self.chunks) and all(chunk.by_cudnn(w, limits) for chunk in self.chunks)
 
     @property
     def after_cached(self) -> bool:
@@ -261,6 +263,20 @@ class Step:
             spread=spread,
             spans=ops.PrefillSpans.make(spans, group, dtype).to(device) if plan.fused else None,
         )
+
+
+def limits_of(team: Team) -> Limits:
+    """Sizes from which cuDNN attends on the GPUs of ``team``."""
+    return gpu_of(team.caps).limits
+
+
+def takes_cached(weight: Matrix, head_dim: int) -> bool:
+    """True if cuDNN takes such heads after cached tokens: in 16 bits, on NVIDIA GPUs.
+
+    weight  of the projection. Activations of quantized weights have 16 bits
+    """
+    in_16_bits = not isinstance(weight, torch.Tensor) or weight.itemsize == 2
+    return in_16_bits and head_dim <= 128 and torch.version.hip is None
 
 
 def check_page_size(page_size: int) -> None:

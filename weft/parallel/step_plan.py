@@ -1,17 +1,21 @@
 """Plan of one forward pass: its recipe, chosen once, by the number of its tokens, with the reason.
 
-What it depends on is asked of ``thresholds.py``.
+Recipes change where ``weft.costs.recipes`` predicts that a layer takes less time by the next one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.collectives.collective import of_world
+from weft.costs.choice import told
+from weft.costs.gpu import gpu_of
+from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, Changes, Layer, changes, times
+from weft.ops.collectives.all_reduce_rms_norm import takes_rows
 from weft.parallel import fused as FUSED
 from weft.parallel import plain as PLAIN
 from weft.parallel.invariant import Invariant
@@ -20,48 +24,48 @@ from weft.parallel.recipe import StepPlan
 from weft.parallel.reference import Reference
 from weft.parallel.replicated import FusedNorm, Replicated
 from weft.parallel.sequence_parallel import GatheredMLP, SequenceParallel
-from weft.parallel.thresholds import (
-    FUSED_NORM_TOKENS,
-    SHARDED_TOKENS,
-    defers_scale,
-    norm_adds_up,
-    overlaps,
-    splits_tokens,
-)
+from weft.plan.memo import remembered
+from weft.runtime.capabilities import Capabilities
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+# Width of the layer by whose times a layer used by itself is planned, whose sizes no caller names.
+WIDTH = 4096
+
 
 def plan_step(
-    tokens: int, *, mode: Mode, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None
+    tokens: int,
+    *,
+    mode: Mode,
+    hidden_size: int,
+    dtype: torch.dtype,
+    team: Team,
+    fused: bool | None = None,
+    layer: Layer | None = None,
 ) -> StepPlan:
     """Plan for a forward pass of `tokens` tokens, all sequences together.
 
     mode   "auto" becomes a mode other than "reference" and "invariant"
     fused  local work in weft's kernels, if not False. Mode "reference" never is
+    layer  sizes of most layers of the model; None: as of a dense one of this width
     """
-    mode, reason, passed = mode_named(mode), "asked for", f"{tokens} token{'s' if tokens != 1 else ''}"
+    mode, reason = mode_named(mode), "asked for"
+    layer = layer or Layer.dense(hidden_size, team.size, dtype.itemsize)
+    adds_up = takes_rows(hidden_size * dtype.itemsize) and _local(team, fused) is FUSED
     if mode == "auto":
-        if team.size == 1:
-            mode, reason = "replicated", "one rank: nothing to send"
-        elif splits_tokens(tokens):
-            mode = "sequence_parallel"
-            reason = f"{passed} >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
-        else:
-            mode, reason = "replicated", f"{passed} < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
-    row_bytes = hidden_size * dtype.itemsize
-    if mode == "replicated" and norm_adds_up(tokens, row_bytes, team.size) and _local(team, fused) is FUSED:
-        limit = of_world(FUSED_NORM_TOKENS, team.size)
-        if team.size == 1:
-            reason += f"; {passed} <= {limit}: the norm adds up a GEMM's parts"
-        else:
-            reason += f"; {passed} <= {limit}: a GEMM is too short to hide an all-reduce, so the norm takes it along"
+        recipe, reason = _recipe(tokens, layer, team.size, team.caps, adds_up)
+        mode = "sequence_parallel" if recipe == SEQUENCE_PARALLEL else "replicated"
+    elif mode == "replicated" and adds_up:
+        recipe, reason = _replicated(tokens, layer, team.size, team.caps)
+    if mode == "replicated" and adds_up and recipe == FUSED_NORM:
         return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
-    return replace(plan_layer(tokens, mode=mode, team=team, fused=fused), reason=reason)
+    return replace(plan_layer(tokens, mode=mode, team=team, fused=fused, layer=layer), reason=reason)
 
 
-def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None) -> StepPlan:
+def plan_layer(
+    tokens: int, *, mode: Mode, team: Team, fused: bool | None = None, layer: Layer | None = None
+) -> StepPlan:
     """Plan for a layer used by itself: ``plan_step``, but "auto" is "replicated"."""
     mode = mode_named(mode)
     if mode == "invariant":
@@ -73,8 +77,60 @@ def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None
     local = _local(team, fused)
     if mode != "sequence_parallel":
         return StepPlan(recipe=Replicated(team=team, local=local))
-    recipe = GatheredMLP if local is FUSED and not overlaps(tokens, team.size) else SequenceParallel
+    most = _changes(layer or Layer.dense(WIDTH, team.size), team).gathered if local is FUSED else 0
+    recipe = GatheredMLP if tokens <= most else SequenceParallel
     return StepPlan(recipe=recipe(team=team, local=local))
+
+
+def splits_tokens(tokens: int, hidden_size: int, team: Team) -> bool:
+    """True if "auto" splits the tokens of a dense model of this width over the ranks."""
+    return tokens >= _changes(Layer.dense(hidden_size, team.size), team).sharded
+
+
+def defers_scale(dtype: torch.dtype, team: Team) -> bool:
+    """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow.
+
+    Over nodes the norm is a further kernel, and needs none.
+    """
+    return team.rail is None and dtype == torch.bfloat16 and gpu_of(team.caps).limits.deferred_scale
+
+
+def _changes(layer: Layer, team: Team) -> Changes:
+    return changes(layer, team.size, gpu_of(team.caps))
+
+
+@remembered
+def _recipe(tokens: int, layer: Layer, world_size: int, caps: Capabilities, adds_up: bool) -> tuple[str, str]:
+    """(recipe in mode "auto", reason). adds_up: norms may add up over the ranks."""
+    gpu, passed = gpu_of(caps), _passed(tokens)
+    at = changes(layer, world_size, gpu)
+    at = at if adds_up else at._replace(fused_norm=0)
+    recipe = at.recipe(tokens)
+    if world_size == 1:
+        adds = f"; {passed} <= {at.fused_norm}: the norm adds up a GEMM's parts" if recipe == FUSED_NORM else ""
+        return recipe, f"one rank: nothing to send{adds}"
+    known = {name: us for name, us in times(tokens, layer, world_size, gpu).items() if adds_up or name != FUSED_NORM}
+    limit = (
+        ", split for no number" if at.sharded == math.inf else f" {'<' if tokens < at.sharded else '>='} {at.sharded}"
+    )
+    return recipe, f"{passed}{limit}: {told(recipe, known, caps, 'of a layer')}"
+
+
+@remembered
+def _replicated(tokens: int, layer: Layer, world_size: int, caps: Capabilities) -> tuple[str, str]:
+    """(recipe in mode "replicated", reason)."""
+    gpu = gpu_of(caps)
+    most = changes(layer, world_size, gpu).fused_norm
+    recipe = FUSED_NORM if tokens <= most else REPLICATED
+    limit = f"asked for; {_passed(tokens)} {'<=' if tokens <= most else '>'} {most}"
+    if world_size == 1:
+        return recipe, f"{limit}: the norm adds up a GEMM's parts" if recipe == FUSED_NORM else "asked for"
+    known = {name: us for name, us in times(tokens, layer, world_size, gpu).items() if name != SEQUENCE_PARALLEL}
+    return recipe, f"{limit}: {told(recipe, known, caps, 'of a layer')}"
+
+
+def _passed(tokens: int) -> str:
+    return f"{tokens} token{'s' if tokens != 1 else ''}"
 
 
 def _local(team: Team, fused: bool | None) -> ModuleType:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from weft.costs.recipes import changes
 from weft.engine.config import EngineConfig
 from weft.engine.followed import OPTIONS, SIZES
 from weft.engine.graphs import decode_buckets
 from weft.predict.serving import Asked, Outlook, cache_reason, decode_step
-from weft.predict.steps import recipe_of, step_time
+from weft.predict.steps import layer_in, step_time
 from weft.runtime.arithmetic import cdiv
 
 # Candidates that are listed beside the best one.
@@ -71,17 +72,17 @@ def decode_steps(asked: Asked, best: Outlook) -> list[dict[str, Any]]:
 
 def recipes(asked: Asked, best: Outlook, most: int) -> list[dict[str, Any]]:
     """Recipes by the tokens of a pass, with the time of the smallest: a decode step or a prompt."""
-    layout, parts, begin = best.candidate.layout, [], 1
-    for tokens in sorted({1, 128, 129, 512, 513, 1024, 1025, 2047, 2048, most}):
-        name = recipe_of(tokens, layout.world_size)
-        if (not parts or parts[-1]["recipe"] != name) and begin <= most:
+    layout, gpu, parts = best.candidate.layout, asked.cluster.gpu, []
+    of = changes(layer_in(asked.config, layout), layout.world_size, gpu)
+    for begin in sorted({1, of.fused_norm + 1, of.sharded}):
+        name = of.recipe(begin)
+        if begin <= most and not (parts and parts[-1]["recipe"] == name):
             step = (1, asked.load.context, 1) if begin == 1 else (1, begin, begin)
-            made = step_time(asked.config, step, layout, asked.cluster.gpu.gpu)
+            made = step_time(asked.config, step, layout, gpu.gpu)
             parts.append({
                 "from_tokens": begin, "recipe": name, "reason": RECIPES[name], "seconds": round(made.seconds, 7),
                 "error": made.error,
             })  # fmt: skip
-        begin = tokens + 1
     return parts
 
 

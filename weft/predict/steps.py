@@ -2,8 +2,7 @@
 
 A step is (batch, length, new), as in ``weft bench model``: ``batch`` sequences that have ``length`` tokens after it, ``new`` of
 which it computes; decoding has new = 1. A fourth number, queries: a decode step verifies that many tokens of each sequence. All
-ranks are alike. The launches follow weft/parallel: ``FusedNorm`` for few tokens,
-``Replicated`` for more, ``SequenceParallel`` from ``SHARDED_TOKENS`` on.
+ranks are alike. The launches follow weft/parallel; what recipes change is in ``weft.costs.recipes``.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
+from weft.costs.gpu import named
 from weft.costs.predicted import predict
+from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes
 from weft.models.config import DecoderConfig
-from weft.ops.collectives.collective import of_world
-from weft.parallel.thresholds import FUSED_NORM_TOKENS, splits_tokens
-from weft.predict.step_costs import FEW_ROWS, StepCosts, fitted
+from weft.models.layer_sizes import layer_of, mixture_of
+from weft.predict.step_costs import StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
 # Small kernels of a step with drafts: look-up, positions, acceptance, slots. An estimate.
@@ -29,19 +28,6 @@ STATES, PARTS = 1.5, 5
 VARIANTS = {
     "fp8": "block_fp8", "fp8_per_block": "block_fp8", "fp8_per_channel": "channel_fp8", "mxfp4": "four_bit", "int4": "four_bit",
 }  # fmt: skip
-
-
-class Launch(NamedTuple):
-    """Kernel, or op, of a step.
-
-    op, shape  as ``weft.costs.predicted.predict`` takes them
-    count      number of times in a step
-    """
-
-    what: str
-    op: str
-    shape: tuple[float, ...]
-    count: float = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +84,15 @@ def tokens_of(step: Sequence[int]) -> int:
     return batch * new * (queries[0] if queries else 1)
 
 
-def recipe_of(tokens: int, world_size: int) -> str:
+@lru_cache
+def layer_in(config: DecoderConfig, layout: Layout) -> Layer:
+    """Layer of ``config`` on a rank."""
+    return layer_of(config, layout.world_size, layout.slices, config.dtype.itemsize, layout.variant)
+
+
+def recipe_of(config: DecoderConfig, tokens: int, layout: Layout, gpu: str) -> str:
     """Recipe of a forward pass in mode "auto"."""
-    if world_size > 1 and splits_tokens(tokens):
-        return "sequence_parallel"
-    return "fused_norm" if tokens <= of_world(FUSED_NORM_TOKENS, world_size) else "replicated"
+    return changes(layer_in(config, layout), layout.world_size, named(gpu)).recipe(tokens)
 
 
 def step_time(
@@ -114,7 +104,7 @@ def step_time(
     costs   fitted ones of whole steps; None: the shipped ones
     recipe  None: the one of mode "auto"
     """
-    recipe = recipe or recipe_of(tokens_of(step), layout.world_size)
+    recipe = recipe or recipe_of(config, tokens_of(step), layout, gpu)
     return _step_time(config, tuple(step), layout, gpu, fitted() if costs is None else costs, recipe)
 
 
@@ -138,15 +128,15 @@ def kind_of(config: DecoderConfig, step: Sequence[int]) -> str:
     return ("decode" if step[2] == 1 else "prompt") + ("" if config.experts is None else " of experts")
 
 
-def launches(config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str | None = None) -> Iterator[Launch]:
-    """Launches of a step, in the order of a layer. recipe: None: the one of mode "auto"."""
+def launches(config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str) -> Iterator[Launch]:
+    """Launches of a step, in the order of a layer."""
     kinds: dict[tuple, int] = {}
     for layer in range(config.num_hidden_layers):
         linear = config.linear_attention is not None and config.linear_attention.layers[layer]
         experts = config.experts is not None and config.experts.in_layer(layer)
         kind = (config.attention.window(layer), linear, experts)
         kinds[kind] = kinds.get(kind, 0) + 1
-    of = _Layer(config, step, layout, recipe or recipe_of(tokens_of(step), layout.world_size))
+    of = _Layer(config, step, layout, recipe)
     batch = of.tokens if step[2] == 1 else of.batch  # rows of logits
     for (window, linear, experts), count in kinds.items():
         for one in (*of.attention(window, linear), *(of.mixture() if experts else of.mlp())):
@@ -169,46 +159,22 @@ class _Layer:
         self.config, self.layout = config, layout
         self.batch, self.length, self.new = step[:3]
         self.tokens, self.world = tokens_of(step), layout.world_size
-        self.recipe = recipe
         self.hidden, self.item = config.hidden_size, config.dtype.itemsize
         self.heads = cdiv(config.num_attention_heads, self.world)
         self.kv_heads = max(config.num_key_value_heads // self.world, 1)
-        self.w = layout.variant
-
-    # --- norms and the sums over ranks -------------------------------------------------------------------------------
-
-    def norm(self) -> Launch:
-        """Norm of a layer's input, with the sum over ranks where the recipe has it there."""
-        if self.recipe == "fused_norm" and self.world > 1:
-            return Launch("all-reduce + norm", "all_reduce_rms_norm", (self.tokens, self.hidden))
-        rows = cdiv(self.tokens, self.world) if self.recipe == "sequence_parallel" else self.tokens
-        # Partials of split-K in fp32, two in the mean, or the sum; the residual, read and written; the normed rows.
-        read = 8 if self.recipe == "fused_norm" else self.item
-        return Launch("norm", "memory", (rows * self.hidden * (read + 3 * self.item),))
+        layer = layer_in(config, layout)
+        self.of = Pass(recipe=recipe, tokens=self.tokens, world_size=self.world, layer=layer)
 
     def norm_before_head(self, rows: int) -> tuple[str, tuple[float, ...]]:
-        if self.world > 1 and self.recipe == "fused_norm":
+        if self.world > 1 and self.of.recipe == FUSED_NORM:
             return "all_reduce_rms_norm", (rows, self.hidden)
         return "memory", (4 * rows * self.hidden * self.item,)
-
-    def columns(self, what: str, width: float) -> Launch:
-        """GEMM whose weight is split by rows: all ranks have all tokens, or gather them."""
-        op = "all_gather_matmul" if self.recipe == "sequence_parallel" and self.world > 1 else "matmul"
-        return Launch(what, op + self.w, (self.tokens, width, self.hidden))
-
-    def rows(self, what: str, depth: float) -> Launch:
-        """GEMM whose weight is split by columns, and the sum over the ranks unless the next norm has it."""
-        op = {"sequence_parallel": "matmul_reduce_scatter", "replicated": "matmul_all_reduce"}.get(
-            self.recipe, "matmul"
-        )
-        op = "matmul" if self.world == 1 else op
-        return Launch(what, op + self.w, (self.tokens, self.hidden, depth))
 
     # --- attention ---------------------------------------------------------------------------------------------------
 
     def attention(self, window: int | None, linear: bool) -> Iterator[Launch]:
         config = self.config
-        yield self.norm()
+        yield self.of.norm()
         if linear:
             yield from self._delta_net()
             return
@@ -217,11 +183,11 @@ class _Layer:
             return
         gates = self.heads * config.head_dim if config.attention.gated else 0
         width = (self.heads + 2 * self.kv_heads) * config.head_dim + gates
-        yield self.columns("qkv", width)
+        yield self.of.columns("qkv", width)
         if gates:
             yield Launch("gates", "memory", (3 * self.tokens * gates * self.item,), 4)
         yield from self._attend(window, width - gates, config.head_dim)
-        yield self.rows("o", self.heads * config.head_dim)
+        yield self.of.rows("o", self.heads * config.head_dim)
 
     def _attend(self, window: int | None, width: float, dim: int) -> Iterator[Launch]:
         seen = min(window or self.length, self.length)
@@ -248,7 +214,7 @@ class _Layer:
         latent = self.config.attention.latent
         o = self.heads * latent.v_head_dim
         columns = latent.parameters(self.hidden, self.heads) / self.hidden - o
-        yield self.columns("latent projections", columns)
+        yield self.of.columns("latent projections", columns)
         yield Launch("latent norms", "memory", (4 * self.tokens * latent.width * self.item,))
         if self.new == 1:
             yield Launch("attention", "memory", (self.batch * self.length * latent.width * self.item,))
@@ -257,62 +223,26 @@ class _Layer:
             yield Launch(
                 "attention", "paged_prefill_attention", (self.length, self.batch * self.heads, self.heads, dim)
             )
-        yield self.rows("o", o)
+        yield self.of.rows("o", o)
 
     def _delta_net(self) -> Iterator[Launch]:
         linear, state = self.config.linear_attention, 4
         width = linear.parameters / self.world
         values = linear.value_heads * linear.value_dim / self.world
-        yield self.columns("qkv and gates", width - values)
+        yield self.of.columns("qkv and gates", width - values)
         yield Launch("convolution", "memory", (2 * self.tokens * width * self.item,))
         states = self.batch * values * linear.key_dim * state * 2
         yield Launch("delta rule", "memory", (STATES * states + 2 * self.tokens * width * self.item,))
         yield Launch("parts of projections", "memory", (2 * self.tokens * width * self.item,), PARTS)
         yield Launch("gated norm", "memory", (3 * self.tokens * values * self.item,))
-        yield self.rows("o", values)
+        yield self.of.rows("o", values)
 
     # --- feed-forward ------------------------------------------------------------------------------------------------
 
     def mlp(self) -> Iterator[Launch]:
-        features = cdiv(self.config.intermediate_size, self.world)
-        yield self.norm()
-        yield from self._dense(features)
-
-    def _dense(self, features: int) -> Iterator[Launch]:
-        if self.tokens <= FEW_ROWS:
-            yield Launch("gate, up", f"matmul_silu_mul{self.w}", (self.tokens, features, self.hidden))
-        else:
-            yield self.columns("gate, up", 2 * features)
-            yield Launch("silu", "memory", (3 * self.tokens * features * self.item,))
-        yield self.rows("down", features)
+        yield self.of.norm()
+        yield from self.of.dense(cdiv(self.config.intermediate_size, self.world))
 
     def mixture(self) -> Iterator[Launch]:
-        experts = self.config.experts
-        held, features = experts.num_experts, experts.intermediate_size
-        if self.world > 1 and self.layout.slices:
-            features //= self.world
-        elif self.world > 1:
-            held //= self.world
-        shape = (self.tokens, experts.num_experts_per_tok, experts.num_experts, held, self.hidden, features)
-        yield self.norm()
-        shared = experts.shared_intermediate_size
-        if shared:
-            yield Launch(
-                "shared gate, up", f"matmul_silu_mul{self.w}", (self.tokens, cdiv(shared, self.world), self.hidden)
-            )
-            yield Launch("shared down", f"matmul{self.w}", (self.tokens, self.hidden, cdiv(shared, self.world)))
-        if self.recipe == "sequence_parallel":
-            # Tokens of a rank in shapes of ops that move rows.
-            of_rank = (cdiv(self.tokens, self.world), *shape[1:])
-            yield Launch("router", "matmul_route_schedule", of_rank)
-            yield Launch("experts gate, up", f"all_gather_grouped_matmul_silu_mul{self.w}", of_rank)
-            yield Launch("experts down", f"grouped_matmul_reduce_scatter{self.w}", of_rank)
-            return
-        yield Launch("router", "matmul_route_schedule", shape)
-        if self.layout.variant in ("+block_fp8", "+channel_fp8"):  # of the projections and of the experts
-            yield Launch("rows in fp8", "memory", (self.tokens * self.hidden * (self.item + 1),), 2)
-        yield Launch("experts gate, up", f"grouped_matmul_silu_mul{self.w}", shape)
-        yield Launch("experts down", f"grouped_matmul{self.w}", shape)
-        yield Launch("sum of experts", "moe_sum", shape)
-        if self.recipe == "replicated" and self.world > 1:
-            yield Launch("all-reduce", "all_reduce", (self.tokens * self.hidden * self.item,))
+        yield self.of.norm()
+        yield from self.of.experts(mixture_of(self.config, self.world, self.layout.slices))

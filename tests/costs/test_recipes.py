@@ -1,0 +1,90 @@
+"""Recipes by predicted times: they are the measured ones, change once, and follow the sizes of a model and its GPU."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from weft.bench.harness.report import from_json
+from weft.bench.models.steps import config_of
+from weft.costs.gpu import named
+from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, TOKENS, Layer, change, changes, times
+from weft.models import DecoderConfig
+from weft.models.families import PUBLISHED
+from weft.models.layer_sizes import layer_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# Measured times over the least one that count as equal: two runs of one recipe differ by as much.
+TIE = 1.03
+# ms of a prompt of Qwen3-32B on two H200s, by recipe (lab/h200-x2-modes.json@4c5a438).
+PROMPTS = {
+    256: (17.13, 17.64, 17.67), 512: (29.49, 30.37, 30.56), 768: (43.78, 45.02, 44.48), 1024: (56.65, 58.22, 56.61),
+    1536: (87.34, 84.86, 87.05), 2048: (116.98, 114.92, 109.73),
+}  # fmt: skip
+
+
+def recipes_at(name, world_size, gpu):
+    return changes(layer_of(config_of(name), world_size), world_size, named(gpu))
+
+
+@pytest.mark.parametrize("tokens", PROMPTS)
+def test_recipes_of_whole_prompts_are_the_measured_ones(tokens):
+    measured = dict(zip((FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL), PROMPTS[tokens], strict=True))
+    assert measured[recipes_at("qwen3-32b", 2, "h200").recipe(tokens)] <= TIE * min(measured.values())
+
+
+@pytest.mark.parametrize(("folder", "world_size"), [("h200-x2", 2), ("h100-x2", 2), ("h200-x4", 4)])
+def test_recipes_of_layers_are_the_measured_ones(folder, world_size):
+    """Of layers by themselves, in which no norm adds up: replicated or split."""
+    modes = {"weft.replicated": False, "weft.sequence_parallel": True}
+    for part in ("attn", "mlp"):
+        by_step = {}
+        [report] = from_json((RESULTS / folder / f"{part}.w{world_size}.json").read_text())
+        for row in report.rows:
+            if row.provider in modes and row.median_us is not None:
+                by_step.setdefault(tuple(row.shape), {})[modes[row.provider]] = row.median_us
+        assert len(by_step) >= 3
+        at = recipes_at("qwen3-32b", world_size, folder[:4])
+        for (batch, _, new), measured in by_step.items():
+            taken = at.recipe(batch * new) == SEQUENCE_PARALLEL
+            assert measured[taken] <= TIE * min(measured.values()), (part, batch, new)
+
+
+def test_a_change_has_the_least_regret_and_the_earlier_one_in_ties():
+    assert change([1, 1, 2, 2], [2, 2, 1, 1]) == 2
+    assert change([1, 1, 1], [1, 1.005, 1]) == 3
+    assert change([2, 2], [1, 1]) == 0
+    assert change([1, 1.2, 1, 1.4], [1.1, 1, 1.1, 1]) == 1  # once, not there and back
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "b200", "a100"])
+def test_published_models_split_prompts_and_not_decode_steps(gpu):
+    for name in PUBLISHED:
+        config = DecoderConfig.named(name)
+        for world_size in (2, 4, 8):
+            at = changes(layer_of(config, world_size), world_size, named(gpu))
+            assert at.fused_norm >= 128 and at.sharded >= 256 and at.gathered >= 128, (name, world_size, at)
+            assert at.recipe(1) == FUSED_NORM
+            if config.hidden_size >= 4096 and config.experts is None:
+                assert at.sharded <= 8192, (name, world_size, at)
+
+
+def test_one_rank_splits_nothing_and_its_norm_adds_up_parts():
+    at = changes(Layer.dense(4096, 1), 1, named("h200"))
+    assert at.sharded == math.inf and [at.recipe(tokens) for tokens in (128, 129)] == [FUSED_NORM, REPLICATED]
+
+
+def test_slower_links_split_later():
+    layer, of = Layer.dense(4096, 4), named("h200")
+    slow = of.__class__(
+        **{name: getattr(of, name) for name in of.__slots__} | {"stores": 2e4, "one_link": 2e4, "link": 2e4}
+    )
+    assert changes(layer, 4, slow).sharded > changes(layer, 4, of).sharded
+
+
+def test_quantized_weights_choose_as_those_of_16_bits():
+    layer = Layer.dense(4096, 2)
+    assert changes(layer._replace(variant="+block_fp8"), 2, named("h200")) == changes(layer, 2, named("h200"))
+    assert times(TOKENS[5], layer, 2, named("h200")) == times(
+        TOKENS[5], layer._replace(variant="+int4"), 2, named("h200")
+    )

@@ -1,0 +1,230 @@
+"""Recipes of a forward pass: a layer's launches, their times, and the tokens at which recipes change.
+
+fused_norm         every rank has all tokens, and the next norm adds up over the ranks
+replicated         every rank has all tokens, and GEMMs add up over the ranks
+sequence_parallel  a rank has 1/W of the tokens between GEMMs, which gather and scatter them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.costs.gemms import FEW_ROWS
+from weft.costs.gpu import Gpu
+from weft.costs.predicted import times_of
+from weft.plan.memo import remembered
+from weft.plan.table import SMALL_M_ROWS
+from weft.runtime.arithmetic import cdiv
+
+# Times over the least one up to which no model tells recipes apart.
+CLOSE = 1.01
+FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL = RECIPES = "fused_norm", "replicated", "sequence_parallel"
+# Numbers of tokens at which recipes are compared: steps of decoding, and of prompts as graphs are captured for them.
+TOKENS = (1, 32, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
+# Most rows of a GEMM that leaves split-K partials, which on one rank a norm may add up.
+PARTIAL_ROWS = max(most for _, most in SMALL_M_ROWS.values())
+
+
+class Launch(NamedTuple):
+    """Kernel, or op, of a step.
+
+    op, shape  as ``weft.costs.predicted.predict`` takes them
+    count      number of times in a step
+    """
+
+    what: str
+    op: str
+    shape: tuple[float, ...]
+    count: float = 1
+
+
+class Mixture(NamedTuple):
+    """Experts of a rank.
+
+    choices   of a token, of ``experts`` in all
+    features  of one of the ``held`` experts on this rank, and of its part of a ``shared`` one
+    """
+
+    choices: int
+    experts: int
+    held: int
+    features: int
+    shared: int = 0
+
+
+class Layer(NamedTuple):
+    """Sizes of a rank's part of a layer, in most layers of a model.
+
+    qkv       columns of the first projections; o: depth of the last
+    features  of a dense MLP; mixture: in its place
+    variant   of quantized weights, as ``predict`` has it: "+block_fp8"
+    """
+
+    hidden: int
+    qkv: int
+    o: int
+    features: int
+    mixture: Mixture | None = None
+    item: int = 2
+    variant: str = ""
+
+    @classmethod
+    def dense(cls, hidden: int, world_size: int, item: int = 2) -> Layer:
+        """Layer of which only the width is known: the rest as in Llama 3."""
+        qkv, features = 3 * hidden // 2, 7 * hidden // 2
+        return cls(hidden, cdiv(qkv, world_size), cdiv(hidden, world_size), cdiv(features, world_size), item=item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Launches of ``tokens`` tokens by a recipe on a rank."""
+
+    recipe: str
+    tokens: int
+    world_size: int
+    layer: Layer
+
+    def norm(self) -> Launch:
+        """Norm of a layer's input, with the sum over ranks where the recipe has it there."""
+        hidden, item = self.layer.hidden, self.layer.item
+        if self.recipe == FUSED_NORM and self.world_size > 1:
+            return Launch("all-reduce + norm", "all_reduce_rms_norm", (self.tokens, hidden))
+        rows = cdiv(self.tokens, self.world_size) if self.recipe == SEQUENCE_PARALLEL else self.tokens
+        # Partials of split-K in fp32, two in the mean, or the sum; the residual, read and written; the normed rows.
+        read = 8 if self.recipe == FUSED_NORM else item
+        return Launch("norm", "memory", (rows * hidden * (read + 3 * item),))
+
+    def columns(self, what: str, width: float) -> Launch:
+        """GEMM whose weight is split by rows: all ranks have all tokens, or gather them."""
+        op = "all_gather_matmul" if self.recipe == SEQUENCE_PARALLEL and self.world_size > 1 else "matmul"
+        return Launch(what, op + self.layer.variant, (self.tokens, width, self.layer.hidden))
+
+    def rows(self, what: str, depth: float) -> Launch:
+        """GEMM whose weight is split by columns, and the sum over the ranks unless the next norm has it."""
+        op = {SEQUENCE_PARALLEL: "matmul_reduce_scatter", REPLICATED: "matmul_all_reduce"}.get(self.recipe, "matmul")
+        op = "matmul" if self.world_size == 1 else op
+        return Launch(what, op + self.layer.variant, (self.tokens, self.layer.hidden, depth))
+
+    def dense(self, features: int) -> Iterator[Launch]:
+        """MLP between its norm and the next."""
+        hidden, item = self.layer.hidden, self.layer.item
+        if self.tokens <= FEW_ROWS:
+            if self.recipe == SEQUENCE_PARALLEL and self.world_size > 1:
+                yield Launch("all rows", "all_gather", (self.tokens * hidden * item,))
+            yield Launch("gate, up", f"matmul_silu_mul{self.layer.variant}", (self.tokens, features, hidden))
+        else:
+            yield self.columns("gate, up", 2 * features)
+            yield Launch("silu", "memory", (3 * self.tokens * features * item,))
+        yield self.rows("down", features)
+
+    def experts(self, of: Mixture) -> Iterator[Launch]:
+        """Mixture of experts between its norm and the next."""
+        hidden, item, w = self.layer.hidden, self.layer.item, self.layer.variant
+        shape = (self.tokens, of.choices, of.experts, of.held, hidden, of.features)
+        if of.shared:
+            yield Launch("shared gate, up", f"matmul_silu_mul{w}", (self.tokens, of.shared, hidden))
+            yield Launch("shared down", f"matmul{w}", (self.tokens, hidden, of.shared))
+        if self.recipe == SEQUENCE_PARALLEL:
+            # Tokens of a rank in shapes of ops that move rows.
+            of_rank = (cdiv(self.tokens, self.world_size), *shape[1:])
+            yield Launch("router", "matmul_route_schedule", of_rank)
+            yield Launch("experts gate, up", f"all_gather_grouped_matmul_silu_mul{w}", of_rank)
+            yield Launch("experts down", f"grouped_matmul_reduce_scatter{w}", of_rank)
+            return
+        yield Launch("router", "matmul_route_schedule", shape)
+        if w in ("+block_fp8", "+channel_fp8"):  # of the projections and of the experts
+            yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),), 2)
+        yield Launch("experts gate, up", f"grouped_matmul_silu_mul{w}", shape)
+        yield Launch("experts down", f"grouped_matmul{w}", shape)
+        yield Launch("sum of experts", "moe_sum", shape)
+        if self.recipe == REPLICATED and self.world_size > 1:
+            yield Launch("all-reduce", "all_reduce", (self.tokens * hidden * item,))
+
+    def launches(self) -> Iterator[Launch]:
+        """All of a layer but its attention, which is the same in all recipes."""
+        yield self.norm()
+        yield self.columns("qkv", self.layer.qkv)
+        yield self.rows("o", self.layer.o)
+        yield self.norm()
+        yield from self.dense(self.layer.features) if self.layer.mixture is None else self.experts(self.layer.mixture)
+
+
+class Changes(NamedTuple):
+    """Numbers of tokens at which recipes change, one for each change.
+
+    fused_norm  most tokens of "fused_norm" in place of "replicated"
+    sharded     least tokens of "sequence_parallel"
+    gathered    most tokens that "sequence_parallel" gathers before an MLP, not under its first GEMM
+    """
+
+    fused_norm: float
+    sharded: float
+    gathered: float
+
+    def recipe(self, tokens: int) -> str:
+        """Recipe of a pass in mode "auto"."""
+        return SEQUENCE_PARALLEL if tokens >= self.sharded else self.replicated(tokens)
+
+    def replicated(self, tokens: int) -> str:
+        """Recipe of a pass of which every rank has all tokens."""
+        return FUSED_NORM if tokens <= self.fused_norm else REPLICATED
+
+
+def times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
+    """µs of a layer without its attention, by recipe.
+
+    Quantized weights count as 16 bits: of overlapped GEMMs in fp8 costs are off by a quarter.
+    """
+    return _times(tokens, layer._replace(variant=""), world_size, gpu)
+
+
+def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
+    """Numbers of tokens at which recipes change, by ``times``."""
+    return _changes(layer._replace(variant=""), world_size, gpu)
+
+
+@remembered
+def _times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
+    passes = (Pass(recipe=recipe, tokens=tokens, world_size=world_size, layer=layer) for recipe in RECIPES)
+    return {one.recipe: sum(launch.count * _least(launch, one, gpu) for launch in one.launches()) for one in passes}
+
+
+def _least(launch: Launch, of: Pass, gpu: Gpu) -> float:
+    shape = tuple(max(1, int(size)) for size in launch.shape)
+    return min(times_of(launch.op, shape, of.layer.item, of.world_size, gpu).values())
+
+
+@remembered
+def _changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
+    if world_size == 1:  # nothing is sent, and a norm may add up partials
+        return Changes(PARTIAL_ROWS, math.inf, 0)
+    by_tokens = [_times(tokens, layer, world_size, gpu) for tokens in TOKENS]
+    norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
+    least = [one[FUSED_NORM if at < norm else REPLICATED] for at, one in enumerate(by_tokens)]
+    sharded = change(least, [one[SEQUENCE_PARALLEL] for one in by_tokens])
+    features = layer.features if layer.mixture is None else Layer.dense(layer.hidden, world_size).features
+    sizes = 2 * features, layer.hidden
+    gemms = [times_of("all_gather_matmul", (tokens, *sizes), layer.item, world_size, gpu) for tokens in TOKENS]
+    gathered = change([one["sequential"] for one in gemms], [one["pipelined"] for one in gemms])
+    return Changes(_last(norm), TOKENS[sharded] if sharded < len(TOKENS) else math.inf, _last(gathered))
+
+
+def _last(change: int) -> int:
+    """Most tokens before a change."""
+    return TOKENS[change - 1] if change else 0
+
+
+def change(before: Sequence[float], after: Sequence[float]) -> int:
+    """Index from which ``after`` is taken in place of ``before``: the least regret, the last of equals.
+
+    Costs near each other change places more than once; a model has one change, for graphs and bits follow it.
+    """
+
+    def regret(first: int) -> float:
+        taken = [*before[:first], *after[first:]]
+        return sum(max(CLOSE, time / min(both)) for time, *both in zip(taken, before, after, strict=True))
+
+    return min(reversed(range(len(before) + 1)), key=regret)

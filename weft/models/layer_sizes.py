@@ -1,0 +1,55 @@
+"""Sizes of a model's layers on a rank, by which recipes of a forward pass are chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weft.costs.recipes import Layer, Mixture
+from weft.models.config import DecoderConfig
+from weft.runtime.arithmetic import cdiv
+
+
+def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item: int = 2, variant: str = "") -> Layer:
+    """Layer of ``config`` on one of ``world_size`` ranks, of the most frequent kind.
+
+    slices   experts are split by their features, else whole
+    item     bytes of an element; variant: of quantized weights, as ``weft.costs.recipes.Layer`` has it
+    """
+    kinds = Counter(
+        (config.linear_attention is not None and config.linear_attention.layers[at],
+         config.experts is not None and config.experts.in_layer(at))
+        for at in range(config.num_hidden_layers)
+    )  # fmt: skip
+    linear, has_experts = max(kinds, key=lambda kind: kinds[kind])
+    qkv, o = _linear(config, world_size) if linear else _attention(config, world_size)
+    mixture = mixture_of(config, world_size, slices) if has_experts else None
+    return Layer(config.hidden_size, qkv, o, cdiv(config.intermediate_size, world_size), mixture, item, variant)
+
+
+def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False) -> Mixture:
+    """Experts of a rank."""
+    experts = config.experts
+    held, features = experts.num_experts, experts.intermediate_size
+    if world_size > 1 and slices:
+        features //= world_size
+    elif world_size > 1:
+        held //= world_size
+    shared = cdiv(experts.shared_intermediate_size or 0, world_size)
+    return Mixture(experts.num_experts_per_tok, experts.num_experts, held, features, shared)
+
+
+def _attention(config: DecoderConfig, world_size: int) -> tuple[int, int]:
+    """Columns of the first projections, and depth of the last."""
+    heads = cdiv(config.num_attention_heads, world_size)
+    if (latent := config.attention.latent) is not None:
+        o = heads * latent.v_head_dim
+        return round(latent.parameters(config.hidden_size, heads) / config.hidden_size) - o, o
+    kv_heads = max(config.num_key_value_heads // world_size, 1)
+    gates = heads if config.attention.gated else 0
+    return (heads + 2 * kv_heads + gates) * config.head_dim, heads * config.head_dim
+
+
+def _linear(config: DecoderConfig, world_size: int) -> tuple[int, int]:
+    linear = config.linear_attention
+    values = linear.value_heads * linear.value_dim // world_size
+    return linear.parameters // world_size - values, values

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.costs.gpu import gpu_of
 from weft.ops.attention.attention_op import MAX_GROUP
 from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, key_blocks_for
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
@@ -22,11 +23,6 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.transport.copy_channel import MAX_CHUNKS
 
-# Rows of a stripe (query heads times tokens) from which cuDNN's attention beats weft's kernel, as for prompts of one rank
-# (CUDNN_ROWS of weft/parallel/thresholds.py). Two H100s, 32 query and 4 KV heads of 128: NCCL and cuDNN take 7.4 ms for 32,768
-# tokens, the gathered design 9.8; for 131,072 tokens cuDNN between copies takes 117 ms, weft's kernel 181
-# (docs/prefill-over-ranks.md).
-LIBRARY_ROWS = 65536
 # Largest head that cuDNN's attention takes.
 LIBRARY_DIM = 128
 # Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
@@ -140,13 +136,16 @@ class GatheredPlan(Op):
     def rule(self, call: GatheredCall, machine: Machine) -> tuple[str, str]:
         """By tokens of a rank; the limit of ulysses was not measured.
 
+        cuDNN attends from as many rows of a stripe (query heads times tokens) as for prompts of one rank. Two H100s, 32 query
+        and 4 KV heads of 128: NCCL and cuDNN take 7.4 ms for 32,768 tokens, the gathered design 9.8
+        (docs/prefill-over-ranks.md).
         Two H200s, 1,000 tokens of 32 heads: gathered 35 us, ulysses 55 (lab/h200-regret/regret-all-w2.json).
         """
         tokens = cdiv(call.tokens, machine.world_size)
-        rows = call.q_heads * (tokens // 2)
-        many = machine.world_size > 1 and rows >= LIBRARY_ROWS
+        rows, least = call.q_heads * (tokens // 2), gpu_of(machine.caps).limits.cudnn_rows
+        many = machine.world_size > 1 and rows >= least
         if many and not call.without_library(machine.caps.arch):
-            return "pipelined", f"{rows:,} rows of a stripe >= {LIBRARY_ROWS:,}: cuDNN's attention is faster"
+            return "pipelined", f"{rows:,} rows of a stripe >= {least:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:
             return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
         if tokens <= FEW_TOKENS and machine.world_size > 2:

@@ -214,7 +214,7 @@ def test_a_written_file_is_read_and_a_damaged_one_ignored_with_one_warning(tmp_p
         assert len(caplog.records) == 1 and "run weft doctor --measure again" in caplog.text
 
 
-def test_all_ranks_read_the_file_of_rank_0(tmp_path, unused):
+def test_all_ranks_read_the_file_of_rank_0(tmp_path, caplog, unused):
     file, made = tmp_path / "costs.json", replace(named("h200"), gpu="Some GPU", memory=1.25e6)
     write(file, made, {})
     sent = []
@@ -230,6 +230,14 @@ def test_all_ranks_read_the_file_of_rank_0(tmp_path, unused):
     gpu.agree(team(1, lambda value: [made, value]), tmp_path / "of another machine.json")
     assert named("Some GPU") == made
     gpu.agree(team(1, lambda value: [None, value]))
+    gpu._used.clear()
+    forget()
+    for given, said in ((tmp_path / "none.json", "none.json does not exist"), (file, "this GPU is a Other GPU")):
+        caplog.clear()
+        other = team(0, lambda value: [value])
+        other.caps = replace(other.caps, device_name="Other GPU")
+        gpu.agree(other, given)
+        assert said in caplog.text and len(caplog.records) == 1 and not gpu._used
     gpu.agree(SimpleNamespace(device=torch.device("cpu")))
     assert gpu.default_file("NVIDIA H200").name == "costs-nvidia-h200.json"
 

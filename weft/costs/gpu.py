@@ -107,15 +107,20 @@ def use(gpu: Gpu | None) -> None:
 def agree(team: Team, file: Path | None = None) -> None:
     """Let plans of all ranks read the constants in rank 0's file, if there is one. Collective.
 
-    file  None: ``default_file``. A damaged one is ignored with one warning. Virtual ranks plan by shipped constants
+    file  None: ``default_file``. One that is damaged, of another GPU, or named and missing is ignored with one warning.
+          Virtual ranks plan by shipped constants
     """
     if team.device.type == "cpu":
         return
     name = team.caps.device_name
     measured = load(file or default_file(name)) if team.rank == 0 else None
-    measured = team.exchange(measured)[0]
-    if measured is not None and measured.gpu == name:
-        use(measured)
+    if team.rank == 0 and file is not None and not file.exists():
+        logger.warning("constants of this GPU are not read: costs=%s does not exist; run weft doctor --measure", file)
+    if measured is not None and measured.gpu != name:
+        text = "constants of %s in %s are ignored: this GPU is a %s; run weft doctor --measure here"
+        logger.warning(text, measured.gpu, file or default_file(name), name)
+        measured = None
+    use(team.exchange(measured)[0])
 
 
 def gpu_of(caps: Capabilities) -> Gpu:

@@ -305,6 +305,16 @@ def test_weights_exist_once_beside_an_engine(monkeypatch):
     assert heads == [2, 2]  # the embedding has the head's shape
 
 
+def test_an_engine_has_the_layout_of_experts_that_is_asked_for(monkeypatch):
+    given = {}
+    made = types.SimpleNamespace(model=None)
+    monkeypatch.setattr(generate, "Engine", lambda *sizes, **options: given.update(options) or made)
+    of_step = types.SimpleNamespace(share=lambda model: None, config=None, dtype=None)
+    fields = {"batch": 1, "length": 4, "new": 2, "speculative": None, "expert_layout": "slices", "team": None}
+    generate.weft(types.SimpleNamespace(of_step=of_step, prompts=torch.zeros(1, 4), **fields), "auto")
+    assert given["expert_layout"] == "slices"
+
+
 # --- checking ------------------------------------------------------------------------------------------------------------
 
 
@@ -708,7 +718,7 @@ def test_the_time_per_token_counts_the_tokens_that_arrive_after_the_first(monkey
             now += 1.0
             yield [(prompt, 7) for _ in range(tokens) for prompt in range(2)]
 
-    times, found = generate.drawn(types.SimpleNamespace(batch=2, new=4), answers)
+    times, found = generate.drawn(types.types.SimpleNamespace(batch=2, new=4), answers)
     assert (times.first, times.each, times.whole) == (first, each, float(len(steps)))
     assert found == [[7] * 4] * 2
 

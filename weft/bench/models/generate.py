@@ -70,7 +70,7 @@ class AnswersProblem(Problem):
         expert_layout: Layout | None = None,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
-        self.speculative = speculative
+        self.speculative, self.expert_layout = speculative, expert_layout
         self.shape, self.team, self.sets = shape, team, [0]
         self.batch, self.length, self.new = shape.size
         prefill = Shape(size=(self.batch, self.length, self.length), label=shape.label)
@@ -172,7 +172,8 @@ def weft(problem: AnswersProblem, mode: str) -> Prepared:
     engine = Engine(
         problem.of_step.config, problem.team, mode=mode, dtype=problem.of_step.dtype, max_batch=problem.batch,
         max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
-        speculative=problem.speculative, prefix_caching=False,  # each round asks for the same prompts
+        speculative=problem.speculative, expert_layout=problem.expert_layout,
+        prefix_caching=False,  # each round asks for the same prompts
     )  # fmt: skip
     problem.of_step.share(engine.model)
     prompts = problem.prompts.tolist()

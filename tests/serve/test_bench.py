@@ -79,6 +79,13 @@ STREAMS = {
 }
 
 
+# Lines that end otherwise than weft's, and no blank after the colon.
+CRLF = (
+    b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata:{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}\r\n\r\n'
+    b"data: [DONE]\r\n\r\n"
+)
+
+
 class Foreign(http.server.BaseHTTPRequestHandler):
     """A server that is none of OpenAI's API; its paths say how."""
 
@@ -87,7 +94,7 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(200, STREAMS[self.path.split("/")[1]][0])
+        self.answer(200, STREAMS.get(self.path.split("/")[1], [CRLF])[0])
 
     def answer(self, status, body):
         if status:
@@ -98,6 +105,17 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *given):
         pass
+
+
+def test_events_may_end_in_carriage_returns(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign:
+        threading.Thread(target=foreign.serve_forever, daemon=True).start()
+        url, file = f"http://127.0.0.1:{foreign.server_port}/crlf", tmp_path / "x.json"
+        flags = "--requests", 1, "--warmup", 0, "--concurrency", 1, "--json", file
+        result = bench("--url", url, "--model", "m", *flags)
+        assert result.exit_code == 0, result.output
+        assert json.loads(file.read_text())["points"][0]["failed"] == 0
+        foreign.shutdown()
 
 
 def test_servers_that_are_none_of_openais_api_are_one_line():

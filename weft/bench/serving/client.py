@@ -164,9 +164,9 @@ async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float,
         if answer.status_code != 200:
             raise ValueError(f"status {answer.status_code}: {(await answer.aread())[:300].decode(errors='replace')}")
         async for data in answer.aiter_raw():
-            *events, rest = (rest + data).split(b"\n\n")
-            for line in events:
-                if line.startswith(b"data: {"):  # no comment, and not the end
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith((b"data: {", b"data:{")):  # no comment, and not the end
                     # The last event has the usage, and the one before it the last token. Only the last is decoded, since
                     # decoding all lines would keep the client busy.
                     event, last, newest = line, newest, time.monotonic()
@@ -176,7 +176,7 @@ async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float,
 
 
 def _usage(event: bytes) -> dict[str, int]:
-    content: Any = json.loads(event.removeprefix(b"data: ") or b"{}")
+    content: Any = json.loads(event.removeprefix(b"data:") or b"{}")
     if "error" in content:
         raise ValueError(str(content["error"]))
     usage = content.get("usage")

@@ -187,6 +187,7 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--world-size", "two"], "not a list of positive numbers"),
         (["gemm", "--dtype", "int8"], "dtype int8 is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
+        (["gemm", "--seconds", "60"], "--seconds 60.0 is of --regret; pass both"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--plot", "x.png"], "name the file x.svg"),

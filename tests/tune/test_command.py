@@ -221,6 +221,9 @@ def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):
         ((), "weft tune takes ops or --model, and got neither; pass one"),
         (("gemm", "--model", "qwen3-8b"), "got --model qwen3-8b and ops; pass one"),
         (("--model", "qwen3-8b", "--shapes", "1,2,3"), "--shapes is for ops, and the model names its calls"),
+        (("--model", "qwen3-8b", "--quick"), "--quick is for ops, and the model names its calls; leave it out"),
+        (("--model", "qwen3-8b", "--algorithm-cache", "x.json"), "--algorithm-cache is for ops"),
+        (("gemm", "--max-batch", "8"), "--max-batch 8 is of --model, and ops are named; leave it out"),
         (("--model", "qwen3-8b", "--device", "sim"), "virtual ranks search nothing, since their times mean nothing"),
     ],
 )

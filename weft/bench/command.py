@@ -259,6 +259,10 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
         "--plot": asked.plot,
         "--nodes": asked.nodes,
         "--eager": asked.eager,
+        "--providers": asked.providers,
+        "--baselines": asked.baselines,
+        "--list-providers": asked.list_providers,
+        "--one-by-one": asked.one_by_one,
     }.items():
         if given:
             raise ValueError(f"{flag} does not go with --regret; leave it out, and write rows with --json FILE")

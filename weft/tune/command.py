@@ -5,7 +5,7 @@ weft.cli registers it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
     from weft.tune.model import ModelSearch
     from weft.tune.search import Outcome, TunePlan
+
+
+# Flags that belong to a search of ops, and to one of a model.
+OF_OPS = ("shapes", "dtype", "quick", "out", "json", "algorithm_cache")
+OF_MODEL = ("seconds", "max_batch", "max_seq_len", "quantization", "tune_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +126,15 @@ class TuneFlags:
             raise ValueError(
                 f"weft tune takes ops or --model, and got {given}{' and ops' if self.ops else ''}; pass one"
             )
-        if self.model is not None:
-            for flag, value in (("--shapes", self.shapes), ("--out", self.out), ("--json", self.json)):
-                if value is not None:
-                    raise ValueError(
-                        f"--model {self.model}: {flag} is for ops, and the model names its calls; leave it out"
-                    )
+        defaults = {one.name: one.default for one in fields(self)}
+        given = [name for name in (OF_OPS if self.model else OF_MODEL) if getattr(self, name) != defaults[name]]
+        if given:
+            flag, value = given[0].replace("_", "-"), getattr(self, given[0])
+            if self.model is not None:
+                why = f"--model {self.model}: --{flag} is for ops, and the model names its calls"
+            else:
+                why = f"--{flag} {value} is of --model, and ops are named"
+            raise ValueError(f"{why}; leave it out")
 
     @property
     def world_sizes(self) -> tuple[int, ...]:

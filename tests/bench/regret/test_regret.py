@@ -159,6 +159,8 @@ def test_the_command_lists_plans_and_goes_on_where_the_file_ends(tmp_path):
         (["all-gather", "--listed", "31"], "--listed=31 is not an integer in 0 .. 30"),
         (["all-gather", "--seconds", "0"], "--seconds 0.0 is not positive"),
         (["all-gather", "--out", "x"], "--out does not go with --regret"),
+        (["all-gather", "--providers", "weft"], "--providers does not go with --regret"),
+        (["all-gather", "--one-by-one"], "--one-by-one does not go with --regret"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(words, message):

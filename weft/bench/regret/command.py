@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +52,9 @@ class RegretFlags:
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"--seconds {self.seconds} is not positive; pass a time such as 120")
         if not self.regret:
+            for one in fields(self):
+                if getattr(self, one.name) != one.default:
+                    raise ValueError(f"--{one.name} {getattr(self, one.name)} is of --regret; pass both")
             return
         from weft.bench.regret.published import planned_ops
 

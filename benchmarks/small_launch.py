@@ -1,12 +1,12 @@
-"""A program of one small kernel, for benchmarks.start_up --launch."""
-
-import torch
+"""A program of one small kernel, for benchmarks.start_up --launch. It leaves torch to main, as weft.launch advises."""
 
 import weft
 
 
-def add_one(team: weft.Team) -> int:
+def add_one(team: "weft.Team") -> int:
     """Sum of a one of each rank, by a kernel that exchanges them."""
+    import torch
+
     ones = team.zeros((256,), torch.float32)
     ones.fill_(1.0)
     return int(weft.ops.all_reduce(ones, team)[0])

@@ -1,13 +1,17 @@
 """Processes of ranks that load modules before they have work: taken once, else ended, and replaced where one has died."""
 
+import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests.limits import ANSWER
 from tests.spawning import Alone
+from weft.errors import NotEnoughGPUs
 from weft.runtime import early, launch
 from weft.runtime.store import Given, private_folder
 
@@ -60,7 +64,7 @@ def test_processes_without_work_end():
     made = early.EarlyProcesses(1, ("json",))
     [(process, feed)] = made._waiting
     made.close()
-    assert not process.is_alive() and feed.closed and made.take(print, (), []) is None
+    assert not process.is_alive() and feed.closed and not made._waiting
 
 
 def test_without_a_number_or_a_driver_none_is_started(monkeypatch):
@@ -70,9 +74,25 @@ def test_without_a_number_or_a_driver_none_is_started(monkeypatch):
             assert processes is None
 
 
-def test_the_module_needs_no_torch():
-    import subprocess
-    import sys
+def test_launch_starts_its_processes_before_it_loads_torch_to_count_gpus_and_ends_them(monkeypatch):
+    waiting = []
 
-    code = "import sys, weft.runtime.early; sys.exit('torch' in sys.modules)"
+    def count():
+        waiting.extend(multiprocessing.active_children())
+        return 0
+
+    monkeypatch.setattr(early, "DRIVERS", ("/dev/null",))
+    monkeypatch.setattr(launch, "RANKS_LOAD", ("json",))
+    monkeypatch.setattr(launch, "_gpus", count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(NotEnoughGPUs):
+        launch.launch(says, device="cuda")
+    assert len(waiting) == 2 and not any(process.is_alive() for process in waiting)
+    with pytest.raises(NotEnoughGPUs):
+        launch.launch(says, 3, "cuda")
+    assert len(waiting) == 2, "none for more ranks than GPUs"
+
+
+def test_launch_needs_no_torch_to_begin():
+    code = "import sys, weft; weft.launch; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

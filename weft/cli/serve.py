@@ -15,6 +15,7 @@ from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
 from weft.runtime.environment import coordinates, visible_gpus
+from weft.runtime.launch import RANKS_LOAD
 from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from weft.runtime.early import EarlyProcesses
 
 # Modules that processes of ranks load before they have work.
-RANKS_LOAD = "weft.runtime.launch", "weft.engine.loop", "weft.engine.engine", "torch.distributed._symmetric_memory"
+ENGINES_LOAD = *RANKS_LOAD, "weft.engine.loop", "weft.engine.engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,8 @@ def serve(flags: ServeFlags) -> None:
             )
         # torchrun has started the ranks.
         wanted = flags.early_ranks and flags.device != "sim" and coordinates() is None
-        with early_processes(flags.world_size or visible_gpus() if wanted else 0, RANKS_LOAD) as early:
+        count = flags.world_size or visible_gpus() if wanted else 0
+        with early_processes(count, ENGINES_LOAD, first_gemm=True) as early:
             _serve(flags, early)
 
 

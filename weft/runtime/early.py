@@ -10,7 +10,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 
+from weft.runtime.environment import visible_gpus
 from weft.runtime.signals import held_for_children
 
 # Devices of NVIDIA's and AMD's drivers.
@@ -26,39 +26,48 @@ DRIVERS = "/dev/nvidiactl", "/dev/kfd"
 
 
 class EarlyProcesses:
-    """Processes that have loaded modules and wait; each is taken once, and the rest end with `close`."""
+    """Processes that load modules and wait for work; each is taken once, and the rest end with `close`.
 
-    def __init__(self, count: int, modules: Sequence[str]) -> None:
-        """Process i makes the context of GPU i, if there is one, while it imports: rank i mostly runs there."""
-        context = multiprocessing.get_context("spawn")
+    modules     they load these before they have work
+    gpus        process i makes the context of GPU i modulo this number while it loads them, since rank i runs there; 0: none
+    first_gemm  each then runs what the first GEMM and the first copy on a GPU would wait for
+    """
+
+    def __init__(self, count: int, modules: Sequence[str] = (), *, gpus: int = 0, first_gemm: bool = False) -> None:
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
-        self._waiting: list[tuple[BaseProcess, Connection]] = []
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_wait_for_work, args=(theirs, tuple(modules), number), daemon=True)
-            with held_for_children():
-                process.start()
-            theirs.close()
-            self._waiting.append((process, ours))
+        self._modules, self._first_gemm = tuple(modules), first_gemm
+        self._waiting = [self._start(number % gpus if gpus else None) for number in range(count)]
 
-    def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess | None:
-        """Have a process call target(pipes[0], *arguments, *pipes[1:]); None: there is none left."""
-        while self._waiting:
-            process, feed = self._waiting.pop(0)
+    def _start(self, gpu: int | None) -> tuple[BaseProcess, Connection]:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_wait_for_work, args=(theirs, self._modules, gpu, self._first_gemm), daemon=True
+        )
+        with held_for_children():
+            process.start()
+        theirs.close()
+        return process, ours
+
+    def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess:
+        """Have a process, a new one if none is left, call target(pipes[0], *arguments, *pipes[1:])."""
+        work = pickle.dumps((target, tuple(arguments), len(pipes)))
+        while True:
+            is_new = not self._waiting
+            process, feed = self._start(None) if is_new else self._waiting.pop(0)
             try:
-                feed.send_bytes(pickle.dumps((target, tuple(arguments), len(pipes))))
+                feed.send_bytes(work)
                 for pipe in pipes:
                     send_handle(feed, pipe.fileno(), process.pid)
             except OSError:  # it has ended
                 process.join(timeout=1)
-                continue
+                if not is_new:
+                    continue
             finally:
                 feed.close()
             return process
-        return None
 
     def close(self) -> None:
-        """Let the processes that wait end."""
+        """End the processes that wait."""
         while self._waiting:
             process, feed = self._waiting.pop()
             feed.close()
@@ -67,12 +76,12 @@ class EarlyProcesses:
 
 
 @contextmanager
-def early_processes(count: int, modules: Sequence[str]) -> Iterator[EarlyProcesses | None]:
-    """Yield processes for `count` ranks on GPUs; None for none, or without a driver."""
+def early_processes(count: int, modules: Sequence[str], *, first_gemm: bool = False) -> Iterator[EarlyProcesses | None]:
+    """Yield `EarlyProcesses` for `count` ranks on GPUs; None for none, or without a driver."""
     if not count or not any(map(os.path.exists, DRIVERS)):
         yield None
         return
-    processes = EarlyProcesses(count, modules)
+    processes = EarlyProcesses(count, modules, gpus=visible_gpus(), first_gemm=first_gemm)
     try:
         yield processes
     finally:
@@ -100,16 +109,19 @@ def _use_gpu(number: int) -> None:
         (ones @ ones).cpu()
 
 
-def _wait_for_work(feed: Connection, modules: Sequence[str], number: int) -> None:
+def _wait_for_work(feed: Connection, modules: Sequence[str], gpu: int | None, first_gemm: bool) -> None:
     """Body of a process: load modules, wait for what to call, and call it."""
-    beside = threading.Thread(target=_make_context, args=(number,), daemon=True)
-    beside.start()  # calls of the driver let the imports go on
+    # Calls of the driver let the imports go on.
+    beside = threading.Thread(target=_make_context, args=(gpu,), daemon=True) if gpu is not None else None
+    if beside is not None:
+        beside.start()
     for module in modules:
         importlib.import_module(module)
-    beside.join()
-    if "torch" in sys.modules:
-        with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
-            _use_gpu(number)
+    if beside is not None:
+        beside.join()
+        if first_gemm:
+            with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
+                _use_gpu(gpu)
     try:
         # From the parent alone, over a pipe without a name that no other process has.
         target, arguments, count = pickle.loads(feed.recv_bytes())

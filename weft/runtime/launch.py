@@ -11,14 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
-
-import torch
 
 from weft.arguments import (
     DEVICES,
@@ -34,22 +32,28 @@ from weft.arguments import (
 )
 from weft.errors import NoEnd, NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import logs
-from weft.runtime import simulate as simulation
-from weft.runtime.early import EarlyProcesses
-from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
+from weft.runtime.early import EarlyProcesses, early_processes
+from weft.runtime.environment import (
+    allow_shared_gpus,
+    coordinates,
+    keep_sockets_local,
+    stand_for_machine,
+    visible_gpus,
+)
 from weft.runtime.mains import check_main, checked_result
-from weft.runtime.signals import held_for_children, leave_end_to_parent
+from weft.runtime.signals import leave_end_to_parent
 from weft.runtime.store import Given, give, kept, private_folder, remove
 from weft.runtime.team.shape import check_node_size
-from weft.runtime.team.team import init_main
-from weft.runtime.triton_interpret import refuse_triton_interpret
 
+# torch and what needs it are imported where they are used: processes of ranks start before, and import them meanwhile.
 logger = logs.logger_of(__name__)
 DEFAULT_VIRTUAL_RANKS = 4
 # Seconds that ranks have to end by themselves once their results are here or their parent was interrupted.
 END_SECONDS = 5.0
 # Seconds in which a further rank may tell the cause of an error. A process that died is a cause.
 CAUSE_SECONDS, DEATH_SECONDS = 3.0, 0.2
+# Modules that processes of ranks load before they have work.
+RANKS_LOAD = "weft.runtime.launch", "weft.runtime.team.team", "torch.distributed._symmetric_memory"
 
 
 def launch(
@@ -80,9 +84,9 @@ def launch(
 
     The first error of a rank is raised here, and the other ranks are ended. Where ranks have processes of their own, a rank's
     KeyboardInterrupt or SystemExit becomes a WeftError, and each computes on the CPU in one thread, as under torchrun.
+    They start before torch is loaded here: all load it at once if the program's modules leave it to ``main``.
     NotEnoughGPUs if there are too few for "cuda".
     """
-    refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
     check_main(main)
     check_choice("device", device, DEVICES)
@@ -96,13 +100,33 @@ def launch(
     if where is not None and device != "sim":
         _check_under_torchrun(world_size, where.world_size, share_gpus)
         return _in_place(main, args, heap_bytes, debug, check_node_size(node_size, where.world_size))
-    gpus = 0 if device == "sim" else torch.cuda.device_count()
-    if is_simulated(world_size, device) and not (share_gpus and gpus):
-        ranks = world_size or DEFAULT_VIRTUAL_RANKS
-        return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
-    world_size = world_size or gpus
-    _check_gpus(world_size, gpus, share_gpus)
-    return _spawn(main, world_size, args, heap_bytes, debug, check_node_size(node_size, world_size))
+    with early_processes(_early_ranks(world_size, device, share_gpus), RANKS_LOAD) as early:
+        from weft.runtime.triton_interpret import refuse_triton_interpret
+
+        refuse_triton_interpret()
+        gpus = 0 if device == "sim" else _gpus()
+        if not is_simulated(world_size, device) or (share_gpus and gpus):
+            world_size = world_size or gpus
+            _check_gpus(world_size, gpus, share_gpus)
+            options = heap_bytes, debug, check_node_size(node_size, world_size)
+            return _spawn(main, world_size, args, *options, _Watched(early=early))
+    from weft.runtime.simulate import simulate
+
+    ranks = world_size or DEFAULT_VIRTUAL_RANKS
+    return simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
+
+
+def _early_ranks(world_size: int | None, device: str, share_gpus: bool) -> int:
+    """Number of ranks that will have processes, counted without torch; 0 if there may be none."""
+    gpus = 0 if device == "sim" else visible_gpus()
+    ranks = world_size or gpus
+    return ranks if ranks <= (MOST_RANKS_PER_GPU * gpus if share_gpus else gpus) else 0
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _check_under_torchrun(world_size: int | None, started: int, share_gpus: bool) -> None:
@@ -129,7 +153,7 @@ def _check_gpus(world_size: int, gpus: int, share_gpus: bool) -> None:
 
 def launch_on_pipes(
     main: Callable[..., Any],
-    pipes: Sequence[Connection],
+    pipes: Sequence[tuple[Connection, ...]],
     started: list[BaseProcess],
     *,
     failed: Callable[[BaseException], None],
@@ -137,9 +161,9 @@ def launch_on_pipes(
     args: Sequence[Any] = (),
     heap_bytes: int | None = None,
 ) -> list[Any]:
-    """Run ``main(team, pipe, *args)`` as ``launch`` does, on GPUs; rank r gets ``pipes[r]``.
+    """Run ``main(team, pipe, *args)`` as ``launch`` does, on GPUs; rank r gets the tuple ``pipes[r]``.
 
-    Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
+    Only the caller and its ranks hold these pipes. The caller closes its copies of ``pipes`` when this returns.
 
     started  gets the process of each rank, in order, which the caller may kill
     early    processes that have been started, for the ranks
@@ -167,7 +191,7 @@ def launch_watched(
 
     NoEnd, and the ranks are killed, if they run longer.
     """
-    gpus = torch.cuda.device_count()
+    gpus = _gpus()
     _check_gpus(world_size, gpus, True)
     started: list[BaseProcess] = []
     expired = threading.Event()
@@ -197,12 +221,16 @@ def is_simulated(world_size: int | None, device: str) -> bool:
     """True if `launch` makes virtual ranks for these arguments."""
     if device != "auto" or coordinates() is not None:
         return device == "sim"
-    return torch.cuda.device_count() < (world_size or 1)
+    return _gpus() < (world_size or 1)
 
 
 def _in_place(
     main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float, node_size: int | None
 ) -> list[Any]:
+    from weft.runtime.team.team import init_main
+    from weft.runtime.triton_interpret import refuse_triton_interpret
+
+    refuse_triton_interpret()
     team = init_main(heap_bytes=heap_bytes, debug=debug, node_size=node_size)
     try:
         result = checked_result(main, main(team, *args))
@@ -215,7 +243,9 @@ def _in_place(
     except BaseException as error:
         team.fail(_one_line(error))
         raise
-    torch.distributed.destroy_process_group()
+    from torch.distributed import destroy_process_group
+
+    destroy_process_group()
     return results
 
 
@@ -229,11 +259,9 @@ def _spawn(
     watched: _Watched | None = None,
 ) -> list[Any]:
     work = _pickled(main, args)
-    gpus = torch.cuda.device_count()
     with private_folder() as folder:
-        job = _Job(
-            Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size, logs.verbosity()
-        )
+        run = Given(folder, secrets.token_bytes(32))
+        job = _Job(run, world_size, _gpus(), heap_bytes, debug, node_size, logs.verbosity())
         return _run(world_size, (_on_gpu, job, work), watched)
 
 
@@ -251,7 +279,7 @@ def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
 class _Watched:
     """Pipes, processes and error of ranks, for a caller that talks to them, as of launch_on_pipes."""
 
-    pipes: Sequence[Connection] = ()
+    pipes: Sequence[tuple[Connection, ...]] = ()
     started: list[BaseProcess] = field(default_factory=list)
     failed: Callable[[BaseException], None] = lambda error: None
     early: EarlyProcesses | None = None
@@ -265,25 +293,17 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     watched = watched or _Watched()
     processes, seconds = watched.started, END_SECONDS
     logger.debug("start: the parent has its modules, and starts %d ranks", world_size)
-    context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # otherwise the first rank's start would start it, which ends the hold of signals
     pipes = []
     # Otherwise Python would end them by SIGTERM, and wait.
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            given = watched.pipes[rank : rank + 1]
-            process = None
-            if watched.early is not None:
-                process = _taken(watched.early, theirs, (rank, *arguments), given)
-            if process is None:
-                process = context.Process(target=_worker, args=(theirs, rank, *arguments, *given), daemon=True)
-                with held_for_children():
-                    process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        with closing(watched.early or EarlyProcesses(world_size)) as waiting:
+            for rank in range(world_size):
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                given = watched.pipes[rank] if watched.pipes else ()
+                processes.append(waiting.take(_worker, (rank, *arguments), [theirs, *given]))
+                theirs.close()
+                pipes.append(ours)
         return _collect(pipes)
     except BaseException as error:
         watched.failed(error)
@@ -293,21 +313,6 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     finally:
         _end_all(processes, seconds)
         at_exit.cancel()
-
-
-def _taken(
-    early: EarlyProcesses, result: Connection, arguments: tuple, given: Sequence[tuple[Connection, ...]]
-) -> BaseProcess | None:
-    """Process of a rank that was started early, which gets the result's pipe and what is given to main."""
-    ends = [end for one in given for end in one]
-    return early.take(_worker_with_pipes, arguments, [result, *ends])
-
-
-def _worker_with_pipes(
-    result: Connection, rank: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, *ends: Connection
-) -> None:
-    """`_worker` in a process that was started early: pipes for main come one by one."""
-    _worker(result, rank, join, job, work, *((ends,) if ends else ()))
 
 
 def _end_all(processes: Sequence[BaseProcess], seconds: float) -> None:
@@ -375,7 +380,9 @@ class _Job:
 def _worker(
     pipe: Connection, rank: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, *given: Connection
 ) -> None:
-    """Body of a rank's process. ``join`` makes its team; ``main`` gets ``given`` after it."""
+    """Work of a rank's process. ``join`` makes its team; ``main`` gets ``given``, if any, after it."""
+    import torch
+
     error: BaseException | None = None
     value = team = None
     if job.errors is not None:
@@ -393,7 +400,7 @@ def _worker(
         team = join(job, rank)
         logger.debug("start: rank %d has its team", rank)
         main, args = pickle.loads(work)
-        value = checked_result(main, main(team, *given, *args))
+        value = checked_result(main, main(team, *((given,) if given else ()), *args))
         team.close()
     except BaseException as caught:
         error = caught
@@ -417,6 +424,10 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which other ranks may share."""
+    import torch
+
+    from weft.runtime.team.team import init_main
+
     torch.cuda.set_device(rank % job.gpus)
     torch.cuda.synchronize()  # makes the context
     logger.debug("start: rank %d has its GPU", rank)
@@ -438,6 +449,8 @@ def _on_gpu(job: _Job, rank: int) -> Any:
 
 def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
     """Make this process a rank of torch.distributed, by private files and loopback sockets only."""
+    import torch
+
     keep_sockets_local()
     give(run)
     with kept(run.folder):  # without it torch tries for minutes, and holds the lock that the parent watch needs

@@ -1,6 +1,8 @@
 """launch chooses between GPUs and virtual ranks, and refuses what cannot run."""
 
 import multiprocessing
+import os
+import struct
 import subprocess
 import sys
 
@@ -76,6 +78,15 @@ def test_the_error_of_a_rank_is_raised_in_the_parent_as_it_is():
     ours, theirs = multiprocessing.Pipe(duplex=False)
     theirs.send_bytes(launch._packed(0, KeyError("tripped"), None))
     with pytest.raises(KeyError, match="tripped"):
+        launch._collect([ours])
+
+
+@pytest.mark.parametrize("begun", [b"", struct.pack("!i", 100) + b"half a result"], ids=["before", "within"])
+def test_a_rank_that_dies_before_its_result_is_whole_is_named(begun):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    os.write(theirs.fileno(), begun)
+    theirs.close()
+    with pytest.raises(launch._Died, match="rank 0: its process died without a message"):
         launch._collect([ours])
 
 

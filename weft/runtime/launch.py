@@ -344,11 +344,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             rank = open_pipes.pop(pipe)
             try:
                 error, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                error, value = (
-                    _Died(f"rank {rank}: its process died without a message (killed, or a crash in the driver)"),
-                    None,
-                )
+            except (EOFError, OSError):  # before its message, or in the middle of it
+                error = _Died(f"rank {rank}: its process died without a message (killed, or a crash in the driver)")
+                value = None
             results[rank] = value
             if error is not None and (
                 first is None or (isinstance(first, PeerFailed) and not isinstance(error, PeerFailed))

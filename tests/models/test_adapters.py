@@ -21,7 +21,7 @@ from tests.against_transformers import (
 from weft.engine import Engine, SamplingParams
 from weft.errors import CheckpointError
 from weft.models import Decoder
-from weft.models.adapters import scale_of
+from weft.models.adapters import read_adapter, scale_of
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
@@ -243,6 +243,32 @@ def test_an_adapter_of_another_model_and_a_missing_file_are_named(make_checkpoin
         weft.simulate(loaded, 1, args=(directory, {"one": tmp_path / "one"}, {}))
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json; pass a directory that peft has saved"):
         weft.simulate(loaded, 1, args=(directory, {"one": tmp_path}, {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor", "message"),
+    [
+        ({"r": 8}, 1.0, r"lora_A of model\.layers\.0\.self_attn\.q_proj has 4 rows, but adapter_config\.json says r=8"),
+        ({}, math.inf, r"the adapter of model\.layers\.0\.self_attn\.q_proj has NaN or infinities"),
+    ],
+)
+def test_an_adapter_that_contradicts_itself_or_is_damaged_is_refused(tmp_path, changes, factor, message):
+    directory = tmp_path / "one"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": 4} | changes))
+    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    tensors = {f"{stem}A.weight": torch.ones(4, 8), f"{stem}B.weight": torch.ones(8, 4) * factor}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter("one", directory)
+
+
+def test_adapters_are_not_added_over_weights_in_4_bits(make_checkpoint, tmp_path):
+    directory, model = make_checkpoint(**FAMILIES["llama-3"])
+    make_adapter(tmp_path / "one", model, ["q_proj"], 4, 0)
+    options = {"quantization": "mxfp4"}
+    with pytest.raises(ValueError, match="lora with weights in mxfp4: adapters are added over weights of 32, 16 and 8"):
+        weft.simulate(loaded, 1, args=(directory, {"one": tmp_path / "one"}, options))
 
 
 def test_a_request_names_an_adapter_that_is_there(adapters):

@@ -1,11 +1,16 @@
 """Checkpoints in fp8 are what a plain-torch model of their format computes, on all numbers of ranks, in every recipe."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import weft
 from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
 from tests.fp8_checkpoints import CONFIGS, reference, write
+from tests.models.test_adapters import ATTENTION, MLP, make_adapter
 from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
@@ -126,6 +131,97 @@ def test_mixtures_are_the_plain_model(in_fp8, plain_ops, family, name, world_siz
 
 def test_the_recipes_are_the_plain_model_over_simulated_kernels(in_fp8):
     check(in_fp8("block"), "block", "replicated", 2, batch=1, steps=2, fused=True)
+
+
+class AdaptedLinear(torch.nn.Module):
+    """An fp8 matrix of the plain model, and beside it a product with the inputs before they are rounded."""
+
+    def __init__(self, base, a, b, scale):
+        super().__init__()
+        self.base, self.a, self.b, self.scale = base, a, b, scale
+
+    def forward(self, x):
+        return self.base(x) + (self.scale * (x.double() @ self.a.double().T) @ self.b.double().T).to(x.dtype)
+
+
+def with_adapter(model, directory):
+    """The plain model with an adapter of rank 4 and scale 2 beside its matrices, as saved in ``directory``."""
+    model = copy.deepcopy(model)
+    for name, tensor in load_file(directory / "adapter_model.safetensors").items():
+        parent, _, part = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight").rpartition(".")
+        if name.endswith("lora_A.weight"):
+            module = model.get_submodule(parent)
+            b = load_file(directory / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
+            setattr(module, part, AdaptedLinear(getattr(module, part), tensor, b, 2.0))
+    return model
+
+
+def adapted_logits(team, directory, adapter, tokens, options):
+    """Logits of row 0 without an adapter and of row 1 with it."""
+    model = Decoder.from_pretrained(directory, team, **options)
+    model.load_adapters({"one": adapter})
+    batch, length = tokens.shape
+    cache, pages = model.new_cache(1 + batch, 16), 1 + torch.arange(batch, dtype=torch.int32)[:, None]
+    numbers = torch.tensor([-1, 0], dtype=torch.int32).repeat_interleave(length)
+    step = replace(model.prefill_step([(0, length)] * batch, pages, 16), adapters=numbers)
+    return model.lm_head.gather(model(tokens.flatten(), step, cache)).view(batch, length, -1).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "targets", "mode"),
+    [
+        ("block", 2, [*ATTENTION, *MLP], "auto"),
+        ("channel", 3, ["q_proj", "down_proj"], "replicated"),
+        ("static", 1, ["o_proj", "up_proj"], "sequence_parallel"),
+    ],
+)
+def test_adapters_take_the_rows_that_fp8_matrices_round(in_fp8, plain_ops, tmp_path, name, world_size, targets, mode):
+    directory, model, tensors = in_fp8(name, world_size=world_size)
+    make_adapter(tmp_path / "one", model, targets, 4, 1)
+    base = reference(model, tensors, name, world_size)
+    tokens = prompt(2, 9)
+    expected = torch.stack([
+        reference_logits(one, row[None])[0]
+        for one, row in zip((base, with_adapter(base, tmp_path / "one")), tokens, strict=True)
+    ])  # fmt: skip
+    assert row_errors(reference_logits(base, tokens[1:]), expected[1:]).min() > 0.1, "the adapter changes nothing"
+    arguments = (directory, tmp_path / "one", tokens, {"mode": mode, "fused": False})
+    for answered in weft.simulate(adapted_logits, world_size, args=arguments):
+        errors = row_errors(answered, expected)
+        assert errors.median() <= TOLERANCE and errors.max() <= MOST
+
+
+@pytest.mark.parametrize("name", ["block", "channel"])
+def test_adapters_over_fp8_by_simulated_kernels(in_fp8, tmp_path, name):
+    """Kernels before adapted matrices write rows of 16 bits, others rows of fp8."""
+    directory, model, tensors = in_fp8(name)
+    make_adapter(tmp_path / "one", model, ["v_proj", "o_proj", "gate_proj"], 4, 1)
+    tokens, base = prompt(2, 3), reference(model, tensors, name, 2)
+    plain = zip((base, with_adapter(base, tmp_path / "one")), tokens, strict=True)
+    expected = torch.stack([reference_logits(one, row[None])[0] for one, row in plain])
+    by_torch, by_kernels = (
+        weft.simulate(
+            adapted_logits, 2, args=(directory, tmp_path / "one", tokens, {"dtype": torch.bfloat16, "fused": fused})
+        )
+        for fused in (False, True)
+    )
+    assert row_errors(by_kernels[0], expected).mean() <= 1.2 * row_errors(by_torch[0], expected).mean()
+    assert row_errors(by_torch[0], expected).mean() < 0.1
+
+
+def test_adapters_over_weights_made_fp8_at_load(make_checkpoint, plain_ops, tmp_path):
+    directory, model = make_checkpoint("Qwen3", **SIZES | heads_of(1))
+    make_adapter(tmp_path / "one", model, [*ATTENTION, *MLP], 4, 1)
+    directory_of_fp8 = tmp_path / "fp8"
+    directory_of_fp8.mkdir()
+    write(directory_of_fp8, directory, "block")
+    made, read = (
+        weft.simulate(
+            adapted_logits, 2, args=(of, tmp_path / "one", prompt(2, 5), {"fused": False, "quantization": form})
+        )[0]
+        for of, form in ((directory, "fp8"), (directory_of_fp8, None))
+    )
+    assert torch.equal(made, read)
 
 
 def logits_in_bf16(team, directory, mode, fused, tokens):

@@ -111,6 +111,14 @@ def read_adapter(name: str, directory: str | PathLike[str]) -> Adapter:
     if half := next((matrix for matrix, pair in pairs.items() if len(pair) < 2), None):
         raise CheckpointError(f"{path}: {half} has only one of lora_A and lora_B; save the adapter again")
     both = {matrix: (pair["lora_A"], pair["lora_B"]) for matrix, pair in pairs.items()}
+    for matrix, pair in both.items():
+        if len(pair[0]) != config["r"]:
+            raise CheckpointError(
+                f"{path}: lora_A of {matrix} has {len(pair[0])} rows, but {CONFIG} says r={config['r']}, by which B @ A is "
+                f"scaled; save the adapter again"
+            )
+        if not all(x.float().isfinite().all() for x in pair):
+            raise CheckpointError(f"{path}: the adapter of {matrix} has NaN or infinities; save it again")
     adapter = Adapter(name=name, directory=path, scale=scale, pairs=both)
     if not 0 < adapter.rank <= RANKS[-1]:
         raise CheckpointError(f"{path}: the adapter has rank {adapter.rank}; weft takes 1 to {RANKS[-1]}")
@@ -147,21 +155,23 @@ def load_adapters(
     layers: Iterable[tuple[int, nn.Module]],
     names: WeightNames,
     *,
+    dtype: torch.dtype,
     whole: bool,
 ) -> None:
     """Give layers adapters, numbered in this order. CheckpointError for what weft does not run.
 
     layers  by index; whole: these are all of the model
+    dtype   of the adapters, that of activations
     """
     adapters = [read_adapter(name, directory) for name, directory in directories.items()]
     for index, layer in layers:
         prefix = f"{names.layers}.{index}"
         if isinstance(attention := layer.self_attn, TPAttention) and not attention.gated:
             parts = attention.qkv_proj, attention.o_proj
-            _fill(f"{prefix}.{names.attention}", attention.shards(), parts, adapters, names.joined)
+            _fill(f"{prefix}.{names.attention}", attention.shards(), parts, adapters, names.joined, dtype)
         if isinstance(mlp := layer.mlp, TPMLP):
             parts = mlp.gate_up_proj, mlp.down_proj
-            _fill(f"{prefix}.{names.mlp}", mlp.shards(), parts, adapters, names.joined)
+            _fill(f"{prefix}.{names.mlp}", mlp.shards(), parts, adapters, names.joined, dtype)
     for adapter in adapters:
         left = [matrix for matrix in adapter.pairs if matrix not in adapter.used]
         if left and (whole or not adapter.used):
@@ -177,6 +187,7 @@ def _fill(
     layers: Sequence[ColumnParallelLinear | RowParallelLinear],
     adapters: Sequence[Adapter],
     joined: Collection[Joined],
+    dtype: torch.dtype,
 ) -> None:
     """Set `lora` of layers whose matrices lie below a prefix; None where no adapter changes them."""
     by_name = {name.removesuffix(".weight"): shard for name, shard in shards.items() if name.endswith("_proj.weight")}
@@ -189,8 +200,8 @@ def _fill(
             continue
         weight = layer.weight
         rank = next(rank for rank in RANKS if rank >= max(adapter.rank for adapter in adapters))
-        A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1])
-        B = weight.new_zeros(len(adapters), weight.shape[0], rank)
+        A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1], dtype=dtype)
+        B = weight.new_zeros(len(adapters), weight.shape[0], rank, dtype=dtype)
         for number, pairs in enumerate(of_adapters):
             for part, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
                 if pair is not None:

@@ -310,15 +310,17 @@ class Decoder(nn.Module):
         """
         if self.mode in ("reference", "invariant"):
             raise ValueError(f"lora with mode={self.mode!r}: it runs no adapters; choose another mode")
-        if self.config.quantization is not None:
+        quantization = self.config.quantization
+        if quantization is not None and quantization.format.bits < 8:
             raise ValueError(
-                f"lora with weights in {self.config.quantization.format.name}: adapters are added over weights of 16 and 32 "
-                f"bits; take such a checkpoint, and leave out quantization"
+                f"lora with weights in {quantization.format.name}: adapters are added over weights of 32, 16 and 8 bits; take "
+                f"such a checkpoint, or quantization='fp8'"
             )
         load_adapters(
             directories,
             zip(self.span, self.layers, strict=True),
             self.config.family.weights,
+            dtype=self.dtype,
             whole=self.is_first and self.is_last,
         )
         self.adapters = tuple(directories)

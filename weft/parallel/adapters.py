@@ -59,7 +59,7 @@ def attention_summand(
 def mlp_summand(x: Tensor, w: MLPWeights, step: Step, local: ModuleType) -> Tensor:
     """This rank's summand of an MLP."""
     gate_up = adapted_matmul(x, w.gate_up, w.gate_up_lora, step, local)
-    gated = local.silu_mul(gate_up, w.down, w.activation)
+    gated = local.silu_mul(gate_up, w.last_matrix, w.activation)
     return adapted_matmul(gated, w.down, w.down_lora, step, local)
 
 

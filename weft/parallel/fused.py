@@ -173,7 +173,7 @@ def _decode(
         q = _queries(projected, w, step, cache, scales)
         return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
     rows = projected.scaled if isinstance(projected, DeferredNorm) else projected
-    format = rows_for(w.o, heads_dtype(rows, cache[0], w.q_norm, w.bias))
+    format = rows_for(w.last_matrix, heads_dtype(rows, cache[0], w.q_norm, w.bias))
     return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options, fp8=format)
 
 
@@ -192,7 +192,7 @@ def _attend_to_pages(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
     q = _queries(projected, w, step, cache, scales)
-    options = {"fp8": rows_for(w.o, q.dtype), **_scores(w), **scales}
+    options = {"fp8": rows_for(w.last_matrix, q.dtype), **_scores(w), **scales}
     return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
 
 

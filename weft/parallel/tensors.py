@@ -162,6 +162,11 @@ class AttentionWeights(NamedTuple):
     o_lora: Lora | None = None
 
     @property
+    def last_matrix(self) -> Matrix | None:
+        """Weight of the only GEMM that takes the rows of attention; None: adapters take them too."""
+        return self.o if self.o_lora is None else None
+
+    @property
     def scores(self) -> Scores:
         return Scores(self.window, self.scale, self.softcap, self.sinks)
 
@@ -250,6 +255,11 @@ class MLPWeights(NamedTuple):
     activation: str = "silu"
     gate_up_lora: Lora | None = None
     down_lora: Lora | None = None
+
+    @property
+    def last_matrix(self) -> Matrix | None:
+        """Weight of the only GEMM that takes the gated rows; None: adapters take them too."""
+        return self.down if self.down_lora is None else None
 
 
 class MoEWeights(NamedTuple):

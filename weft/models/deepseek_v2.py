@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.family import (
+    DEFAULTS,
+    SHAPE,
     AttentionOptions,
     Content,
     Family,
     WeightNames,
     count_of,
+    table,
 )
 from weft.models.routed_experts import READS, SOFTMAX_SUPPORTED, softmax_experts
 from weft.parallel.latent_sizes import LatentSizes
@@ -22,12 +25,6 @@ LATENT_KEYS = (
 )  # fmt: skip
 # Of losses in training.
 TRAINING_KEYS = ("aux_loss_alpha", "seq_aux")
-# hidden, intermediate of dense layers, layers, heads, q_lora_rank, experts, intermediate of an expert, groups, groups of a
-# token, scale: config.json of deepseek-ai/DeepSeek-V2-Lite and deepseek-ai/DeepSeek-V2.
-SIZES = {
-    "deepseek-v2-lite": (2048, 10944, 27, 16, None, 64, 1408, 1, 1, 1.0),
-    "deepseek-v2": (5120, 12288, 60, 128, 1536, 160, 1536, 8, 3, 16.0),
-}
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -78,22 +75,22 @@ def scale_of_yarn(parameters: object) -> float:
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if numbers and factor > 1 else 1.0
 
 
+LATENT_DEFAULTS = {
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 DEEPSEEK_V2 = Family(
     name="DeepSeek-V2",
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     defaults={
-        "num_key_value_heads": None,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **DEFAULTS,
+        **LATENT_DEFAULTS,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": None,
@@ -107,30 +104,19 @@ DEEPSEEK_V2 = Family(
     reads=(*LATENT_KEYS, *{*READS} - {*SOFTMAX_SUPPORTED}, *TRAINING_KEYS, "topk_method"),
     supported=SOFTMAX_SUPPORTED,
     weights=WeightNames(shared_expert="shared_experts"),
-    published={
-        name: {
-            "model_type": "deepseek_v2",
-            "vocab_size": 102400,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "q_lora_rank": q_lora_rank,
-            "n_routed_experts": total,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": of_expert,
-            "first_k_dense_replace": 1,
-            "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
-            "n_group": groups,
-            "topk_group": limit,
-            "routed_scaling_factor": scale,
-            "max_position_embeddings": 163840,
-            "rope_theta": 10000.0,
-            "rope_scaling": yarn(0.707),
-        }
-        for name, (
-            hidden_size, intermediate_size, layers, heads, q_lora_rank, total, of_expert, groups, limit, scale,
-        ) in SIZES.items()
-    },
-)  # fmt: skip
+    # config.json of deepseek-ai/DeepSeek-V2-Lite and deepseek-ai/DeepSeek-V2; intermediate_size is that of dense layers.
+    published=table(
+        f"{SHAPE} num_key_value_heads q_lora_rank n_routed_experts moe_intermediate_size topk_method n_group topk_group "
+        "routed_scaling_factor",
+        {
+            "deepseek-v2-lite": (2048, 10944, 27, 16, 16, None, 64, 1408, "greedy", 1, 1, 1.0),
+            "deepseek-v2": (5120, 12288, 60, 128, 128, 1536, 160, 1536, "group_limited_greedy", 8, 3, 16.0),
+        },
+        vocab_size=102400,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        max_position_embeddings=163840,
+        rope_theta=10000.0,
+        rope_scaling=yarn(0.707),
+    ),
+)

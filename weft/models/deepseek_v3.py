@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from weft.models.deepseek_v2 import LATENT_KEYS, TRAINING_KEYS, latent_attention, yarn
-from weft.models.family import AttentionOptions, Content, Family, WeightNames, flag
+from weft.models.deepseek_v2 import LATENT_DEFAULTS, LATENT_KEYS, TRAINING_KEYS, latent_attention, yarn
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, WeightNames, flag, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
-
-SIZES = {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "moe_intermediate_size": 2048,
-}
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -26,17 +16,10 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     defaults={
+        **DEFAULTS,
+        **LATENT_DEFAULTS,
         "num_key_value_heads": 128,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "rope_interleave": True,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
@@ -53,13 +36,12 @@ DEEPSEEK_V3 = Family(
     reads=(*LATENT_KEYS, *READS, *TRAINING_KEYS, "rope_interleave"),
     supported=SIGMOID_SUPPORTED,
     weights=WeightNames(shared_expert="shared_experts"),
-    published={
-        "deepseek-v3": {
-            **SIZES,
-            "model_type": "deepseek_v3",
-            "max_position_embeddings": 163840,
-            "rope_theta": 10000.0,
-            "rope_scaling": yarn(1.0),
-        }
-    },
+    published=table(
+        f"{SHAPE} num_key_value_heads moe_intermediate_size",
+        {"deepseek-v3": (7168, 18432, 61, 128, 128, 2048)},
+        vocab_size=129280,
+        max_position_embeddings=163840,
+        rope_theta=10000.0,
+        rope_scaling=yarn(1.0),
+    ),
 )

@@ -45,7 +45,11 @@ FAMILIES = {
     )
 }
 """model_type -> the tables of its family."""
-PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
+PUBLISHED = {
+    name: {"model_type": family.model_type, **content}
+    for family in FAMILIES.values()
+    for name, content in family.published.items()
+}
 """Name of a published model -> its config.json, as far as it counts."""
 
 

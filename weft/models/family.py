@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,7 +229,7 @@ class Family:
     architecture  the member of `architectures` that generates text: drafters, classifiers and embedders share a model_type
     defaults      keys of config.json with the values that transformers assumes where the file has none. num_key_value_heads
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
-    published     name of a model -> its config.json, as far as it counts
+    published     name of a model -> its config.json, as far as it counts, without model_type
     attention     options in a config.json. CheckpointError for values that weft does not run
     window_rope   rope_parameters of layers with a window, where they are other ones than of the rest; None: they are not.
                   Where it gives some, rope_parameters of the rest may stand under "full_attention"
@@ -255,6 +255,24 @@ class Family:
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     weights: WeightNames = WeightNames()
+
+
+DEFAULTS: Content = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+"""Defaults of Llama, from which those of families differ in a few."""
+SHAPE = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+"""First columns of tables of published models."""
+
+
+def table(columns: str, rows: Mapping[str, Sequence[Any]], **common: Any) -> dict[str, Content]:
+    """Name of a published model -> its config.json: a row's values by key, and ``common`` ones."""
+    return {name: {**common, **dict(zip(columns.split(), row, strict=True))} for name, row in rows.items()}
 
 
 def flag(content: Content, name: str) -> bool:
@@ -308,6 +326,12 @@ def experts_of(content: Content, name: str) -> tuple[int, int]:
 
     total = count_of(content, name, MAX_EXPERTS)
     return total, count_of(content, "num_experts_per_tok", min(total, MAX_CHOICES))
+
+
+def local_experts(content: Content) -> ExpertOptions:
+    """Experts of intermediate_size in every layer, as many as num_local_experts says."""
+    total, chosen = experts_of(content, "num_local_experts")
+    return ExpertOptions(num_experts=total, num_experts_per_tok=chosen, intermediate_size=content["intermediate_size"])
 
 
 def layers_with_experts(content: Content) -> tuple[bool, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from weft.models.family import (
+    DEFAULTS,
+    SHAPE,
     AttentionOptions,
     BlockOptions,
     Content,
@@ -10,15 +12,9 @@ from weft.models.family import (
     WeightNames,
     number_of,
     number_or_none,
+    table,
     windows_of_pattern,
 )
-
-# hidden, intermediate, layers, heads, KV heads, head_dim, query_pre_attn_scalar: config.json of google/gemma-2-*.
-SIZES = {
-    "gemma-2-2b": (2304, 9216, 26, 8, 4, 256, 256),
-    "gemma-2-9b": (3584, 14336, 42, 16, 8, 256, 256),
-    "gemma-2-27b": (4608, 36864, 46, 32, 16, 128, 144),
-}
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -51,13 +47,8 @@ WEIGHTS = WeightNames(
     attention_out_norm="post_attention_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
-READS = (
-    "layer_types",
-    "sliding_window",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
+SCORES = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
+READS = "layer_types", "sliding_window", *SCORES
 SUPPORTED = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "hidden_act": ("gelu_pytorch_tanh", "gelu", None),  # transformers reads hidden_activation alone
@@ -69,10 +60,9 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     defaults={
+        **DEFAULTS,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "sliding_window": 4096,
@@ -85,18 +75,14 @@ GEMMA2 = Family(
     reads=READS,
     supported=SUPPORTED | {"sliding_window_size": (4096, None)},
     weights=WEIGHTS,
-    published={
-        name: {
-            "model_type": "gemma2",
-            "vocab_size": 256000,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "query_pre_attn_scalar": scalar,
-        }
-        for name, (hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, scalar) in SIZES.items()
-    },
+    # config.json of google/gemma-2-*.
+    published=table(
+        f"{SHAPE} num_key_value_heads head_dim query_pre_attn_scalar",
+        {
+            "gemma-2-2b": (2304, 9216, 26, 8, 4, 256, 256),
+            "gemma-2-9b": (3584, 14336, 42, 16, 8, 256, 256),
+            "gemma-2-27b": (4608, 36864, 46, 32, 16, 128, 144),
+        },
+        vocab_size=256000,
+    ),
 )

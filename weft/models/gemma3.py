@@ -5,17 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 from weft.models import gemma2
-from weft.models.family import AttentionOptions, Content, Family, count_of, window_rope, windows_of_pattern
+from weft.models.family import (
+    SHAPE,
+    AttentionOptions,
+    Content,
+    Family,
+    count_of,
+    table,
+    window_rope,
+    windows_of_pattern,
+)
 
-# hidden, intermediate, layers, heads, KV heads, head_dim, query_pre_attn_scalar, window, vocabulary, positions, scaling of
-# angles in layers without a window: config.json of google/gemma-3-1b-pt, text_config of google/gemma-3-*-pt.
+# Scaling of angles in layers without a window.
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-SIZES = {
-    "gemma-3-1b": (1152, 6912, 26, 4, 1, 256, 256, 512, 262144, 32768, None),
-    "gemma-3-4b": (2560, 10240, 34, 8, 4, 256, 256, 1024, 262208, 131072, LINEAR),
-    "gemma-3-12b": (3840, 15360, 48, 16, 8, 256, 256, 1024, 262208, 131072, LINEAR),
-    "gemma-3-27b": (5376, 21504, 62, 32, 16, 128, 168, 1024, 262208, 131072, LINEAR),
-}
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -43,33 +45,15 @@ GEMMA3_TEXT = Family(
     reads=(*gemma2.READS, "sliding_window_pattern", "rope_local_base_freq"),
     supported=gemma2.SUPPORTED,
     weights=gemma2.WEIGHTS,
-    published={
-        name: {
-            "model_type": "gemma3_text",
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "query_pre_attn_scalar": scalar,
-            "sliding_window": window,
-            "max_position_embeddings": positions,
-            "rope_scaling": scaling,
-        }
-        for name, (
-            hidden_size,
-            intermediate_size,
-            layers,
-            heads,
-            kv_heads,
-            head_dim,
-            scalar,
-            window,
-            vocab_size,
-            positions,
-            scaling,
-        ) in SIZES.items()
-    },
+    # config.json of google/gemma-3-1b-pt, text_config of google/gemma-3-*-pt.
+    published=table(
+        f"{SHAPE} num_key_value_heads head_dim query_pre_attn_scalar sliding_window vocab_size max_position_embeddings "
+        "rope_scaling",
+        {
+            "gemma-3-1b": (1152, 6912, 26, 4, 1, 256, 256, 512, 262144, 32768, None),
+            "gemma-3-4b": (2560, 10240, 34, 8, 4, 256, 256, 1024, 262208, 131072, LINEAR),
+            "gemma-3-12b": (3840, 15360, 48, 16, 8, 256, 256, 1024, 262208, 131072, LINEAR),
+            "gemma-3-27b": (5376, 21504, 62, 32, 16, 128, 168, 1024, 262208, 131072, LINEAR),
+        },
+    ),
 )

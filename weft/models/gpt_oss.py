@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.models.family import (
+    DEFAULTS,
     AttentionOptions,
     Content,
     ExpertOptions,
     Family,
     StackedExperts,
     WeightNames,
-    experts_of,
     flag,
+    local_experts,
     number_of,
+    table,
     windows_of_pattern,
 )
 
-# layers, experts: config.json of openai/gpt-oss-*.
-SIZES = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 # Where config.json has no rotary embedding; the published files say the same.
 YARN = {
     "rope_type": "yarn",
@@ -35,15 +37,8 @@ def attention(content: Content) -> AttentionOptions:
 
 
 def experts(content: Content) -> ExpertOptions:
-    total, chosen = experts_of(content, "num_local_experts")
-    return ExpertOptions(
-        num_experts=total,
-        num_experts_per_tok=chosen,
-        intermediate_size=content["intermediate_size"],
-        bias=True,
-        logit_bias=True,
-        clamped_swiglu=(number_of(content, "swiglu_alpha"), number_of(content, "swiglu_limit")),
-    )
+    clamped = number_of(content, "swiglu_alpha"), number_of(content, "swiglu_limit")
+    return replace(local_experts(content), bias=True, logit_bias=True, clamped_swiglu=clamped)
 
 
 GPT_OSS = Family(
@@ -51,13 +46,13 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     defaults={
+        **DEFAULTS,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
         "rope_parameters": {**YARN, "rope_theta": 150000.0},
         "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
         "sliding_window": 128,
         "attention_bias": True,
         "num_local_experts": 128,
@@ -68,33 +63,25 @@ GPT_OSS = Family(
     attention=attention,
     experts=experts,
     reads=(
-        "num_local_experts",
-        "num_experts_per_tok",
-        "swiglu_alpha",
-        "swiglu_limit",
-        "attention_bias",
-        "sliding_window",
-        "layer_types",
+        *("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit"),
+        *("attention_bias", "sliding_window", "layer_types"),
     ),
     supported={"experts_per_token": (4, None), "initial_context_length": (4096, None)},
     weights=WeightNames(router="router", stacked=StackedExperts(transposed=True, interleaved=True)),
-    published={
-        name: {
-            "model_type": "gpt_oss",
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rope_scaling": YARN,
-            "sliding_window": 128,
-            "num_local_experts": experts,
-            "num_experts_per_tok": 4,
-            "swiglu_limit": 7.0,
-            "quantization_config": {"quant_method": "mxfp4"},
-        }
-        for name, (layers, experts) in SIZES.items()
-    },
+    # config.json of openai/gpt-oss-*.
+    published=table(
+        "num_hidden_layers num_local_experts",
+        {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)},
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        rope_scaling=YARN,
+        sliding_window=128,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
+        quantization_config={"quant_method": "mxfp4"},
+    ),
 )

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.family import AttentionOptions, Content, Family, window_of
-
-# Vocabulary, rope_theta, window: config.json of mistralai/Mistral-7B-v0.1 and of -v0.3, which has no window.
-VERSIONS = {
-    "mistral-7b": (32000, 10000.0, 4096),
-    "mistral-7b-v0.3": (32768, 1e6, None),
-}
+from weft.models.family import DEFAULTS, AttentionOptions, Content, Family, table, window_of
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -20,30 +14,23 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     defaults={
+        **DEFAULTS,
         "num_key_value_heads": 8,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
         "sliding_window": 4096,
     },
     attention=attention,
     reads=("sliding_window",),
-    published={
-        name: {
-            "model_type": "mistral",
-            "vocab_size": vocab_size,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": theta,
-            "max_position_embeddings": 32768,
-            "sliding_window": window,
-        }
-        for name, (vocab_size, theta, window) in VERSIONS.items()
-    },
+    # config.json of mistralai/Mistral-7B-v0.1 and of -v0.3, which has no window.
+    published=table(
+        "vocab_size rope_theta sliding_window",
+        {"mistral-7b": (32000, 10000.0, 4096), "mistral-7b-v0.3": (32768, 1e6, None)},
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+    ),
 )

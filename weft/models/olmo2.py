@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.family import AttentionOptions, BlockOptions, Content, Family, WeightNames
-
-# hidden, intermediate, layers, heads, KV heads: config.json of allenai/OLMo-2-1124-7B, OLMo-2-1124-13B, OLMo-2-0325-32B.
-SIZES = {
-    "olmo-2-7b": (4096, 11008, 32, 32, 32),
-    "olmo-2-13b": (5120, 13824, 40, 40, 40),
-    "olmo-2-32b": (5120, 27648, 64, 40, 8),
-}
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, BlockOptions, Content, Family, WeightNames, table
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -26,30 +19,21 @@ OLMO2 = Family(
     name="OLMo 2",
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    },
+    defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
     attention=attention,
     block=block,
     weights=WEIGHTS,
-    published={
-        name: {
-            "model_type": "olmo2",
-            "vocab_size": 100352,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 500000.0,
-            "max_position_embeddings": 4096,
-        }
-        for name, (hidden_size, intermediate_size, layers, heads, kv_heads) in SIZES.items()
-    },
+    # config.json of allenai/OLMo-2-1124-7B, OLMo-2-1124-13B, OLMo-2-0325-32B.
+    published=table(
+        f"{SHAPE} num_key_value_heads",
+        {
+            "olmo-2-7b": (4096, 11008, 32, 32, 32),
+            "olmo-2-13b": (5120, 13824, 40, 40, 40),
+            "olmo-2-32b": (5120, 27648, 64, 40, 8),
+        },
+        vocab_size=100352,
+        rms_norm_eps=1e-6,
+        rope_theta=500000.0,
+        max_position_embeddings=4096,
+    ),
 )

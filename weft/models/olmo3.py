@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.models import olmo2
-from weft.models.family import AttentionOptions, Content, Family, windows_of_pattern
+from weft.models.family import SHAPE, AttentionOptions, Content, Family, table, windows_of_pattern
 
 THETA = 500000.0
 YARN = {
@@ -13,11 +13,6 @@ YARN = {
     "attention_factor": 1.2079441541679836,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-}
-# hidden, intermediate, layers, heads, KV heads: config.json of allenai/Olmo-3-1025-7B and Olmo-3-1125-32B.
-SIZES = {
-    "olmo-3-7b": (4096, 11008, 32, 32, 32),
-    "olmo-3-32b": (5120, 27648, 64, 40, 8),
 }
 
 
@@ -44,20 +39,14 @@ OLMO3 = Family(
     block=olmo2.block,
     reads=("layer_types", "sliding_window"),
     weights=olmo2.WEIGHTS,
-    published={
-        name: {
-            "model_type": "olmo3",
-            "vocab_size": 100278,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": THETA,
-            "rope_scaling": YARN,
-            "max_position_embeddings": 65536,
-        }
-        for name, (hidden_size, intermediate_size, layers, heads, kv_heads) in SIZES.items()
-    },
+    # config.json of allenai/Olmo-3-1025-7B and Olmo-3-1125-32B.
+    published=table(
+        f"{SHAPE} num_key_value_heads",
+        {"olmo-3-7b": (4096, 11008, 32, 32, 32), "olmo-3-32b": (5120, 27648, 64, 40, 8)},
+        vocab_size=100278,
+        rms_norm_eps=1e-6,
+        rope_theta=THETA,
+        rope_scaling=YARN,
+        max_position_embeddings=65536,
+    ),
 )

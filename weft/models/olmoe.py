@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from weft.models.family import AttentionOptions, Content, ExpertOptions, Family, experts_of, flag
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(qk_norm=True, norm_all_heads=True)
+from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, experts_of, flag, table
+from weft.models.olmo2 import attention
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -24,12 +21,9 @@ OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
+        **DEFAULTS,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
@@ -38,21 +32,15 @@ OLMOE = Family(
     experts=experts,
     reads=("num_experts", "num_experts_per_tok", "norm_topk_prob"),
     supported={"clip_qkv": (None,)},
-    published={
-        # config.json of allenai/OLMoE-1B-7B-0924.
-        "olmoe-1b-7b": {
-            "model_type": "olmoe",
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 4096,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-    },
+    # config.json of allenai/OLMoE-1B-7B-0924.
+    published=table(
+        f"{SHAPE} num_key_value_heads",
+        {"olmoe-1b-7b": (2048, 1024, 16, 16, 16)},
+        vocab_size=50304,
+        rope_theta=10000.0,
+        max_position_embeddings=4096,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    ),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from weft.models.family import AttentionOptions, Content, Family, WeightNames, window_of
+from weft.models.family import DEFAULTS, Content, Family, WeightNames
 from weft.models.joined import GATE_UP, QKV
+from weft.models.mistral import attention
 
 # Of microsoft/Phi-4-mini-instruct, by angle; the short factors are 1.
 LONG = (
@@ -14,7 +15,7 @@ LONG = (
     *(32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
 )  # fmt: skip
 # config.json of microsoft/Phi-3-mini-4k-instruct, phi-4 and Phi-4-mini-instruct.
-PUBLISHED = {
+PUBLISHED: dict[str, Content] = {
     "phi-3-mini-4k": {
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 2047, "max_position_embeddings": 4096,
@@ -33,22 +34,15 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(windows=(window_of(content),))
-
-
 PHI3 = Family(
     name="Phi-3",
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
+        **DEFAULTS,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
         "sliding_window": None,
         "partial_rotary_factor": 1.0,
     },
@@ -62,5 +56,5 @@ PHI3 = Family(
         "interpolate_factor": (1, None),
     },
     weights=WeightNames(joined=(QKV, GATE_UP)),
-    published={name: {"model_type": "phi3", **content} for name, content in PUBLISHED.items()},
+    published=PUBLISHED,
 )

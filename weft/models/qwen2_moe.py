@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from weft.models import qwen3_moe
 from weft.models.family import (
+    SHAPE,
     WINDOW_KEYS,
     AttentionOptions,
     Content,
@@ -13,16 +14,10 @@ from weft.models.family import (
     Family,
     count_of,
     flag,
+    table,
     windows_by_layer,
 )
 from weft.models.qwen2 import QWEN2
-
-# hidden, intermediate of dense layers, layers, heads, KV heads, positions, experts, experts of each token, intermediate of an
-# expert and of the shared one: config.json of Qwen/Qwen1.5-MoE-A2.7B and Qwen/Qwen2-57B-A14B.
-SIZES = {
-    "qwen1.5-moe-a2.7b": (2048, 5632, 24, 16, 16, 8192, 60, 4, 1408, 5632),
-    "qwen2-57b-a14b": (3584, 18944, 28, 28, 4, 131072, 64, 8, 2560, 20480),
-}
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -50,41 +45,21 @@ QWEN2_MOE = Family(
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **qwen3_moe.SPARSE,
     },
     attention=attention,
     experts=experts,
     reads=(*qwen3_moe.READS, *WINDOW_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
     supported={"attention_bias": (True, None)},
-    published={
-        name: {
-            "model_type": "qwen2_moe",
-            "vocab_size": 151936,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "rope_theta": 1e6,
-            "max_position_embeddings": positions,
-            "num_experts": total,
-            "num_experts_per_tok": chosen,
-            "moe_intermediate_size": of_expert,
-            "shared_expert_intermediate_size": shared,
-        }
-        for name, (
-            hidden_size,
-            intermediate_size,
-            layers,
-            heads,
-            kv_heads,
-            positions,
-            total,
-            chosen,
-            of_expert,
-            shared,
-        ) in SIZES.items()
-    },
+    # config.json of Qwen/Qwen1.5-MoE-A2.7B and Qwen/Qwen2-57B-A14B; intermediate_size is that of dense layers.
+    published=table(
+        f"{SHAPE} num_key_value_heads max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
+        "shared_expert_intermediate_size",
+        {
+            "qwen1.5-moe-a2.7b": (2048, 5632, 24, 16, 16, 8192, 60, 4, 1408, 5632),
+            "qwen2-57b-a14b": (3584, 18944, 28, 28, 4, 131072, 64, 8, 2560, 20480),
+        },
+        vocab_size=151936,
+        rope_theta=1e6,
+    ),
 )

@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models import qwen3_next
-from weft.models.family import Content, ExpertOptions, Family, LinearAttentionOptions
+from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, LinearAttentionOptions, table
 
-DEFAULTS = {
-    **qwen3_next.LINEAR_DEFAULTS,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.25,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
 PUBLISHED = {"vocab_size": 248320, "rope_theta": 1e7, "max_position_embeddings": 262144}
 READS = (*qwen3_next.LINEAR_KEYS, "partial_rotary_factor")
 SUPPORTED = {
@@ -47,26 +38,19 @@ QWEN3_5_TEXT = Family(
     name="Qwen3.5",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    defaults={**DEFAULTS, "num_key_value_heads": 4},
+    defaults={**DEFAULTS, **qwen3_next.LINEAR_DEFAULTS, "num_key_value_heads": 4},
     attention=qwen3_next.attention,
     block=qwen3_next.block,
     linear_attention=linear_attention,
     reads=READS,
     supported=SUPPORTED,
     without_effect=WITHOUT_EFFECT,
-    published={
-        # Of Qwen3.5 and Qwen3.8 too.
-        "qwen3.6-27b": {
-            **PUBLISHED,
-            "model_type": "qwen3_5_text",
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 48,
-        },
-    },
+    # Of Qwen3.5 and Qwen3.8 too.
+    published=table(
+        f"{SHAPE} num_key_value_heads linear_num_value_heads",
+        {"qwen3.6-27b": (5120, 17408, 64, 24, 4, 48)},
+        **PUBLISHED,
+    ),
 )
 QWEN3_5_MOE_TEXT = Family(
     name="Qwen3.5-MoE",
@@ -74,6 +58,7 @@ QWEN3_5_MOE_TEXT = Family(
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
         **DEFAULTS,
+        **qwen3_next.LINEAR_DEFAULTS,
         "num_key_value_heads": 2,
         "num_experts": 256,
         "num_experts_per_tok": 8,
@@ -87,23 +72,10 @@ QWEN3_5_MOE_TEXT = Family(
     linear_attention=linear_attention,
     reads=(
         *READS,
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "num_local_experts",
-        "shared_expert_intermediate_size",
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("num_local_experts", "shared_expert_intermediate_size"),
     ),
     supported={**SUPPORTED, "norm_topk_prob": (True, None), "decoder_sparse_step": (1, None)},
     without_effect=WITHOUT_EFFECT,
-    published={
-        "qwen3.6-35b-a3b": {
-            **PUBLISHED,
-            "model_type": "qwen3_5_moe_text",
-            "hidden_size": 2048,
-            "intermediate_size": 512,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-        },
-    },
+    published=table(f"{SHAPE} num_key_value_heads", {"qwen3.6-35b-a3b": (2048, 512, 40, 16, 2)}, **PUBLISHED),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.models.family import (
+    SHAPE,
     AttentionOptions,
     Content,
     ExpertOptions,
@@ -11,25 +12,13 @@ from weft.models.family import (
     experts_of,
     flag,
     layers_with_experts,
+    table,
     window_of,
 )
 from weft.models.qwen3 import QWEN3
 
-# hidden, intermediate of dense layers, layers, heads, intermediate of an expert: config.json of Qwen/Qwen3-*.
-SIZES = {
-    "qwen3-30b-a3b": (2048, 6144, 48, 32, 768),
-    "qwen3-235b-a22b": (4096, 12288, 94, 64, 1536),
-}
-
-
-READS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
+SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+READS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", *SPARSE
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -63,31 +52,23 @@ QWEN3_MOE = Family(
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **SPARSE,
     },
     attention=attention,
     experts=experts,
     reads=(*READS, "num_local_experts", "use_sliding_window", "sliding_window", "max_window_layers"),
     supported={"use_qk_norm": (True, None)},
-    published={
-        name: {
-            "model_type": "qwen3_moe",
-            "vocab_size": 151936,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 40960,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": of_expert,
-            "norm_topk_prob": True,
-        }
-        for name, (hidden_size, intermediate_size, layers, heads, of_expert) in SIZES.items()
-    },
+    # config.json of Qwen/Qwen3-*; intermediate_size is that of dense layers.
+    published=table(
+        f"{SHAPE} moe_intermediate_size",
+        {"qwen3-30b-a3b": (2048, 6144, 48, 32, 768), "qwen3-235b-a22b": (4096, 12288, 94, 64, 1536)},
+        vocab_size=151936,
+        num_key_value_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
 )

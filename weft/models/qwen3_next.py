@@ -8,6 +8,8 @@ from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import qwen3_moe
 from weft.models.family import (
+    DEFAULTS,
+    SHAPE,
     AttentionOptions,
     BlockOptions,
     Content,
@@ -15,6 +17,7 @@ from weft.models.family import (
     Family,
     LinearAttentionOptions,
     count_of,
+    table,
 )
 
 LINEAR_KEYS = (
@@ -28,6 +31,9 @@ LINEAR_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
 }
 KINDS = ("full_attention", "linear_attention")
 
@@ -88,21 +94,15 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     defaults={
+        **DEFAULTS,
         **LINEAR_DEFAULTS,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
+        **qwen3_moe.SPARSE,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     },
     attention=attention,
     block=block,
@@ -111,21 +111,13 @@ QWEN3_NEXT = Family(
     reads=(
         *qwen3_moe.READS,
         *LINEAR_KEYS,
-        "num_local_experts",
-        "shared_expert_intermediate_size",
-        "partial_rotary_factor",
+        *("num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
     ),
-    published={
-        "qwen3-next-80b-a3b": {
-            "model_type": "qwen3_next",
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "rope_theta": 1e7,
-            "max_position_embeddings": 262144,
-        },
-    },
+    published=table(
+        f"{SHAPE} num_key_value_heads",
+        {"qwen3-next-80b-a3b": (2048, 5120, 48, 16, 2)},
+        vocab_size=151936,
+        rope_theta=1e7,
+        max_position_embeddings=262144,
+    ),
 )

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
-from weft.models.family import AttentionOptions, Content, Family, count_of, flag, window_of, windows_of_types
+from weft.models.family import (
+    DEFAULTS,
+    SHAPE,
+    AttentionOptions,
+    Content,
+    Family,
+    count_of,
+    flag,
+    table,
+    window_of,
+    windows_of_types,
+)
 
 
 def rotated(content: Content) -> tuple[bool, ...]:
@@ -38,9 +49,8 @@ SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     defaults={
+        **DEFAULTS,
         "num_key_value_heads": 4,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 2e6,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
@@ -51,25 +61,15 @@ SMOLLM3 = Family(
     },
     attention=attention,
     reads=(
-        "use_sliding_window",
-        "sliding_window",
-        "layer_types",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "attention_bias",
-    ),  # fmt: skip
-    published={
-        # config.json of HuggingFaceTB/SmolLM3-3B
-        "smollm3-3b": {
-            "model_type": "smollm3",
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "rope_theta": 5e6,
-            "max_position_embeddings": 65536,
-        },
-    },
+        *("use_sliding_window", "sliding_window", "layer_types"),
+        *("no_rope_layers", "no_rope_layer_interval", "attention_bias"),
+    ),
+    # config.json of HuggingFaceTB/SmolLM3-3B
+    published=table(
+        f"{SHAPE} num_key_value_heads",
+        {"smollm3-3b": (2048, 11008, 36, 16, 4)},
+        vocab_size=128256,
+        rope_theta=5e6,
+        max_position_embeddings=65536,
+    ),
 )

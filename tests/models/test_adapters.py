@@ -95,6 +95,7 @@ def of_rows(team, directory, lora, names, tokens, mode):
         ("gemma2", 2, "auto", {}),
         ("granite", 2, "auto", {}),
         ("olmo2", 2, "auto", {}),
+        ("qwen3-moe-mixed", 2, "auto", {"mlp": ("o_proj",)}),  # attention beside experts
     ],
 )
 def test_rows_with_adapters_are_those_of_merged_weights(adapters, plain_ops, name, world_size, mode, changes):
@@ -137,6 +138,20 @@ def test_an_engine_mixes_adapters_and_shares_pages_only_among_requests_of_one(ad
         assert again == [expected["all"]] and hits == (0 if "context_parallel" in options else 16)
 
 
+def test_mlps_have_adapters_beside_delta_nets(adapters, plain_ops):
+    directory, lora, merged = adapters("qwen3.5", attention=("gate_proj",), mlp=("up_proj", "down_proj"))
+    tokens, names = prompt(1, 5), ("all", None)
+
+    def main(team):
+        engine = Engine(directory, team, lora=lora, max_batch=2, page_size=16, max_seq_len=16, fused=False)
+        return [
+            engine.generate(tokens[0].tolist(), max_tokens=3, ignore_eos=True, lora=name)[0].token_ids for name in names
+        ]
+
+    wanted = [reference_greedy(merged[name], tokens, 3)[0].tolist() for name in names]
+    assert weft.simulate(main, 1) == [wanted] and wanted[0] != wanted[1]
+
+
 def fused_logits(team, directory, lora, tokens, dtype):
     model = Decoder.from_pretrained(directory, team, dtype=dtype)
     model.load_adapters(lora)
@@ -147,10 +162,12 @@ def fused_logits(team, directory, lora, tokens, dtype):
     return model.lm_head.gather(model(tokens.flatten(), step, cache)).view(batch, length, -1)
 
 
-@pytest.mark.parametrize("name", ["llama-3", "granite", "glm4"])  # granite's scale of residuals is of whole sums
+@pytest.mark.parametrize(
+    "name", ["llama-3", "granite", "glm4", "qwen3-moe"]
+)  # granite's scale of residuals is of whole sums
 def test_weft_kernels_compute_the_same(adapters, name):
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
-    mlp = ("gate_up_proj", "down_proj") if name == "glm4" else MLP
+    mlp = {"glm4": ("gate_up_proj", "down_proj"), "qwen3-moe": ("o_proj",)}.get(name, MLP)
     directory, lora, merged = adapters(name, mlp=mlp, **small)
     tokens = prompt(3, 3)
     expected = torch.cat(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -13,13 +13,14 @@ from weft.ops.gemm.add_adapters import by_torch
 from weft.parallel import fused
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import gemm_operands, linear
-from weft.parallel.recipe import Recipe
+from weft.parallel.recipe import Hidden, Recipe
 from weft.parallel.replicated import FusedNorm, Replicated
-from weft.parallel.tensors import PartialSum
+from weft.parallel.tensors import AttentionWeights, PartialSum
 
 if TYPE_CHECKING:
+    from weft.kernels.fp8 import Fp8
     from weft.parallel.step import Step
-    from weft.parallel.tensors import AttentionWeights, LayerWeights, Lora, MLPWeights
+    from weft.parallel.tensors import LayerWeights, Lora, Matrix, MLPWeights
     from weft.runtime.team.team import Team
 
 Cache = tuple[Tensor, ...]
@@ -32,60 +33,60 @@ def with_adapters(recipe: Recipe, team: Team) -> AdaptedNorm | Adapted:
     return Adapted(team=team, local=recipe.local)
 
 
-def adapted_matmul(x: Tensor, weight: Tensor, lora: Lora | None, step: Step, local: ModuleType) -> Tensor:
-    """x @ weight.T + scale[a] * x @ A[a].T @ B[a].T, with a = step.adapters[row].
+def adapted_matmul(
+    x: Tensor | Fp8, weight: Matrix, lora: Lora | None, adapters: Tensor | None, local: ModuleType
+) -> Tensor:
+    """x @ weight.T + scale[a] * x @ A[a].T @ B[a].T, with a = adapters[row].
 
     A row of -1 has no second term. Of a row-parallel matrix, whose A is cut by columns, this is the rank's summand.
     """
     y = ops.matmul(*gemm_operands(x, weight)) if local.FUSED else linear(x, weight)
-    if lora is None or step.adapters is None:
+    if lora is None or adapters is None:
         return y
     if not local.FUSED:
-        return by_torch(y, x, *lora, step.adapters)
-    ops.add_adapters(y, x, *lora, step.adapters)
+        return by_torch(y, x, *lora, adapters)
+    ops.add_adapters(y, x, *lora, adapters)
     return y
 
 
 def attention_summand(
-    x: Tensor, w: AttentionWeights, step: Step, cache: Cache, local: ModuleType, team: Team
+    x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache, local: ModuleType, team: Team
 ) -> Tensor:
     """This rank's summand of attention, without the bias of the sum."""
-    qkv = adapted_matmul(x, w.qkv, w.qkv_lora, step, local)
+    qkv = adapted_matmul(x, w.qkv, w.qkv_lora, step.adapters, local)
     qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, team) / team.size)
     attended = local.attend(qkv, w, step, cache)
-    return adapted_matmul(attended, w.o, w.o_lora, step, local)
+    return adapted_matmul(attended, w.o, w.o_lora, step.adapters, local)
 
 
-def mlp_summand(x: Tensor, w: MLPWeights, step: Step, local: ModuleType) -> Tensor:
+def mlp_summand(x: Tensor | Fp8, w: MLPWeights, adapters: Tensor | None, local: ModuleType) -> Tensor:
     """This rank's summand of an MLP."""
-    gate_up = adapted_matmul(x, w.gate_up, w.gate_up_lora, step, local)
+    gate_up = adapted_matmul(x, w.gate_up, w.gate_up_lora, adapters, local)
     gated = local.silu_mul(gate_up, w.last_matrix, w.activation)
-    return adapted_matmul(gated, w.down, w.down_lora, step, local)
+    return adapted_matmul(gated, w.down, w.down_lora, adapters, local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedNorm(FusedNorm):
-    """``FusedNorm`` with adapters, without split-K partials and deferred scales: few tokens."""
+    """``FusedNorm`` with adapters, without split-K partials and deferred scales: few tokens.
+
+    rows  adapter of each row, of the step that runs
+    """
 
     deferred_scale: bool = False
+    rows: Tensor | None = field(default=None, compare=False)
     name: ClassVar[str] = "replicated"
 
-    def decoder_layer(
-        self,
-        x: PartialSum | Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[PartialSum | Tensor, Tensor]:
-        normed, residual = self.add_norm(x, residual, w.input_norm)
-        if inputs is not None:
-            inputs.append(residual)
-        summand = attention_summand(normed, w.attention, step, cache, fused, self.team)
-        x, residual = self.output(PartialSum(summand), w.attention_out_norm, w), w.attention.with_o_bias(residual)
-        normed, residual = self.add_norm(x, residual, w.post_norm)
-        return self.output(PartialSum(mlp_summand(normed, w.mlp, step, fused)), w.mlp_out_norm, w), residual
+    def decoder_layer(self, x: Hidden, residual: Tensor | None, w: LayerWeights, step: Step, *rest: Any) -> tuple:
+        return FusedNorm.decoder_layer(replace(self, rows=step.adapters), x, residual, w, step, *rest)
+
+    def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
+        if not isinstance(w, AttentionWeights):  # latents and delta nets have no adapters
+            return FusedNorm.attention(self, x, w, step, cache)
+        return PartialSum(attention_summand(x, w, step, cache, fused, self.team))
+
+    def mlp(self, x: Tensor | Fp8, w: MLPWeights) -> PartialSum:
+        return PartialSum(mlp_summand(x, w, self.rows, fused))
 
     def of_single_layers(self) -> Adapted:
         return Adapted(team=self.team, local=self.local)
@@ -96,28 +97,24 @@ class AdaptedNorm(FusedNorm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted(Replicated):
-    """``Replicated`` with adapters: a GEMM, adapters, and of a row-parallel one the all-reduce."""
+    """``Replicated`` with adapters: a GEMM, adapters, and of a row-parallel one the all-reduce.
 
-    def decoder_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.local.add_norm(x, residual, w.input_norm)
-        if inputs is not None:
-            inputs.append(residual)
-        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
-        normed, residual = self.local.add_norm(x, residual, w.post_norm)
-        summed = ops.all_reduce(mlp_summand(normed, w.mlp, step, self.local), self.team)
-        return self.output(summed, w.mlp_out_norm, w), residual
+    rows  as of ``AdaptedNorm``
+    """
 
-    def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
+    rows: Tensor | None = field(default=None, compare=False)
+
+    def decoder_layer(self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, *rest: Any) -> tuple:
+        return Replicated.decoder_layer(replace(self, rows=step.adapters), x, residual, w, step, *rest)
+
+    def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
+        if not isinstance(w, AttentionWeights):
+            return Replicated.attention(self, x, w, step, cache)
         summand = attention_summand(x, w, step, cache, self.local, self.team)
         return w.with_o_bias(ops.all_reduce(summand, self.team))
+
+    def mlp(self, x: Tensor | Fp8, w: MLPWeights) -> Tensor:
+        return ops.all_reduce(mlp_summand(x, w, self.rows, self.local), self.team)
 
     def __str__(self) -> str:
         return f"{self.name} with adapters, {self.local.NAME}"

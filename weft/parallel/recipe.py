@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
+    Matrix,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -48,7 +49,22 @@ class Recipe:
 
         inputs  gets the hidden states that enter the layer, rows as ``whole_rows`` takes them; None: they are not asked for
         """
-        raise NotImplementedError
+        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention_matrix)
+        if inputs is not None:
+            inputs.append(residual)
+        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
+        normed, residual = self.add_norm(x, residual, w.post_norm, self.before_mlp(w))
+        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
+
+    def add_norm(
+        self, x: Hidden, residual: Hidden, norm: NormWeights | None, weight: Matrix | None = None
+    ) -> tuple[Hidden, Hidden]:
+        """(normed, hidden): hidden = x + residual, normed in the form that the GEMM of ``weight`` takes."""
+        return self.local.add_norm(x, residual, norm, weight)
+
+    def before_mlp(self, w: LayerWeights) -> Matrix | None:
+        """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""
+        return w.first_matrix
 
     def whole_rows(self, x: Tensor, tokens: int) -> Tensor:
         """Rows of all tokens, from the rows of hidden states that this rank has; `tokens`: T."""

@@ -52,22 +52,6 @@ class Reference(Recipe):
     local: ClassVar[ModuleType] = plain
     name: ClassVar[str] = "reference"
 
-    def decoder_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = plain.add_norm(x, residual, w.input_norm)
-        if inputs is not None:
-            inputs.append(residual)
-        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
-        normed, residual = plain.add_norm(x, residual, w.post_norm)
-        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
-
     def attention(self, x: Tensor, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Tensor:
         qkv, w = plain.norm_all_heads(linear(x, w.qkv), w, lambda squares: self.sum(squares) / self.team.size)
         attended = self.attend(qkv, w, step, cache)

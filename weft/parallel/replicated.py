@@ -66,7 +66,7 @@ class FusedNorm(Recipe):
         cache: Cache,
         inputs: list[Tensor] | None = None,
     ) -> tuple[PartialSum | Tensor, Tensor]:
-        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
+        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention_matrix)
         if inputs is not None:
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
@@ -188,22 +188,6 @@ class Replicated(Recipe):
     team: Team
     local: ModuleType
     name: ClassVar[str] = "replicated"
-
-    def decoder_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.local.add_norm(x, residual, w.input_norm, w.attention.qkv)
-        if inputs is not None:
-            inputs.append(residual)
-        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
-        normed, residual = self.local.add_norm(x, residual, w.post_norm, w.first_matrix)
-        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)

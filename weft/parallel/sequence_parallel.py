@@ -53,22 +53,6 @@ class SequenceParallel(Recipe):
     local: ModuleType
     name: ClassVar[str] = "sequence_parallel"
 
-    def decoder_layer(
-        self,
-        x: SequenceShard,
-        residual: SequenceShard | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[SequenceShard] | None = None,
-    ) -> tuple[SequenceShard, SequenceShard]:
-        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
-        if inputs is not None:
-            inputs.append(residual)
-        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
-        normed, residual = self.add_norm(x, residual, w.post_norm, self.before_mlp(w))
-        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
-
     def output(self, x: SequenceShard, norm: NormWeights | None, w: LayerWeights) -> SequenceShard:
         return SequenceShard(self.local.output(x.rows, norm, w.residual_scale))
 
@@ -79,10 +63,6 @@ class SequenceParallel(Recipe):
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = padded(attended, padding)
         return SequenceShard(w.with_o_bias(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team)))
-
-    def before_mlp(self, w: LayerWeights) -> Matrix | None:
-        """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""
-        return w.first_matrix
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.

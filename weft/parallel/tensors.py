@@ -322,9 +322,15 @@ class LayerWeights(NamedTuple):
     residual_scale: float | None = None
 
     @property
+    def attention_matrix(self) -> Matrix | None:
+        """Weight of the only GEMM that takes the rows after ``input_norm``; None: adapters take them too."""
+        adapted = isinstance(self.attention, AttentionWeights) and self.attention.qkv_lora is not None
+        return None if adapted else self.attention.qkv
+
+    @property
     def first_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows after ``post_norm``; None: a router takes them too."""
-        return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) else None
+        """Weight of the only GEMM that takes the rows after ``post_norm``; None: adapters or a router take them too."""
+        return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) and self.mlp.gate_up_lora is None else None
 
 
 class VocabWeights(NamedTuple):

@@ -323,13 +323,13 @@ class LayerWeights(NamedTuple):
 
     @property
     def attention_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows after ``input_norm``; None: adapters take them too."""
+        """Weight of the only GEMM that takes the rows after ``input_norm``; None: adapters do too."""
         adapted = isinstance(self.attention, AttentionWeights) and self.attention.qkv_lora is not None
         return None if adapted else self.attention.qkv
 
     @property
     def first_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows after ``post_norm``; None: adapters or a router take them too."""
+        """Weight of the only GEMM that takes the rows after ``post_norm``; None: not the only one."""
         return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) and self.mlp.gate_up_lora is None else None
 
 

@@ -127,11 +127,8 @@ class TPAttention(nn.Module):
             )
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
         self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
-        if self.order is not None and not takes_order(self.qkv_proj, head_dim):
-            raise ValueError(
-                "rotary embedding that is partial or interleaved, with quantized q_proj and k_proj whose scales are not of "
-                "whole heads or of single rows: rows cannot be read in another order; take weights of 16 bits"
-            )
+        if self.order is not None:
+            check_order(self.qkv_proj, head_dim)
         self.q_norm, self.k_norm = (
             RMSNorm(rows if norm_all_heads else head_dim, rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus_norms)
             if qk_norm
@@ -237,12 +234,15 @@ class TPAttention(nn.Module):
         return AttentionWeights(**summed)
 
 
-def takes_order(projection: ColumnParallelLinear, head_dim: int) -> bool:
-    """True if the rows of a head may change places: scales are of single rows, of whole heads or of all."""
-    if not isinstance(projection.scales, Fp8Scales):
-        return projection.scales is None
-    grid = projection.scales.grid
-    return grid.format.scheme != "block" or grid.rows % head_dim == 0
+def check_order(projection: ColumnParallelLinear, head_dim: int) -> None:
+    """ValueError unless rows of a head may change places: scales are of rows, whole heads or all."""
+    if (scales := projection.scales) is None:
+        return
+    if not isinstance(scales, Fp8Scales) or (scales.grid.format.scheme == "block" and scales.grid.rows % head_dim):
+        raise ValueError(
+            "rotary embedding that is partial or interleaved, with quantized q_proj and k_proj whose scales are not of whole "
+            "heads or of single rows: rows cannot be read in another order; take weights of 16 bits"
+        )
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

@@ -83,12 +83,7 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     check_instance("model", model, nn.Module, "a model of Transformers")
     check_team(team)
     mode, name = mode_named(mode), type(model).__name__
-    plan = getattr(model, "tp_plan", None)
-    if not plan:
-        raise ValueError(f"model={name} has no tp_plan; replace() takes models of Transformers that have one")
-    decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
-    if not all(hasattr(decoder, part) for part in ("layers", "norm", "config")):
-        raise ValueError(f"model={name} has no layers and norm in its base model; replace() takes decoders")
+    plan, decoder = _decoder_of(model)
     current = _Pass(team, mode, decoder.config.hidden_size)
     made, left = {}, {}
     for path, module, kind in _planned(model, plan):
@@ -99,13 +94,7 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     if not made:
         raise ValueError(f"model={name}: nothing replaced; {'; '.join(left.values()) or 'its tp_plan splits no layer'}")
     attentions = sum(isinstance(layer, _Attention) for layer in made.values())
-    if mode in ("sequence_parallel", "auto") and attentions != len(decoder.layers):
-        raise ValueError(
-            f"mode={mode!r}: {attentions} of {len(decoder.layers)} attentions fit, and the rest would see 1/W of the tokens; "
-            f"pass mode='replicated'; {'; '.join(left.values())}"
-        )
-    if mode == "invariant" and left:
-        raise ValueError(f"mode='invariant': {'; '.join(left.values())}; choose another mode")
+    _check_left(mode, list(left.values()), attentions, len(decoder.layers))
     for path, layer in made.items():
         model.set_submodule(path, layer)
     layers = {_starred(path): type(layer.layer).__name__ for path, layer in made.items()}
@@ -117,6 +106,31 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     replaced = Replaced(layers=layers, left=left)
     logger.info("%s over %d ranks: %s", name, team.size, replaced)
     return replaced
+
+
+def _decoder_of(model: nn.Module) -> tuple[dict[str, str], Any]:
+    """(plan, decoder) of a model of Transformers. ValueError for another one."""
+    name, plan = type(model).__name__, getattr(model, "tp_plan", None)
+    if not plan:
+        raise ValueError(f"model={name} has no tp_plan; replace() takes models of Transformers that have one")
+    decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    if not all(hasattr(decoder, part) for part in ("layers", "norm", "config")):
+        raise ValueError(f"model={name} has no layers and norm in its base model; replace() takes decoders")
+    return plan, decoder
+
+
+def _check_left(mode: str, reasons: list[str], attentions: int, layers: int) -> None:
+    """ValueError where modules were left alone that the mode needs.
+
+    attentions  replaced ones; layers: their number
+    """
+    if mode in ("sequence_parallel", "auto") and attentions != layers:
+        raise ValueError(
+            f"mode={mode!r}: {attentions} of {layers} attentions fit, and the rest would see 1/W of the tokens; pass "
+            f"mode='replicated'; {'; '.join(reasons)}"
+        )
+    if mode == "invariant" and reasons:
+        raise ValueError(f"mode='invariant': {'; '.join(reasons)}; choose another mode")
 
 
 class _Pass:

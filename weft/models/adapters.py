@@ -112,17 +112,22 @@ def read_adapter(name: str, directory: str | PathLike[str]) -> Adapter:
         raise CheckpointError(f"{path}: {half} has only one of lora_A and lora_B; save the adapter again")
     both = {matrix: (pair["lora_A"], pair["lora_B"]) for matrix, pair in pairs.items()}
     for matrix, pair in both.items():
-        if len(pair[0]) != config["r"]:
-            raise CheckpointError(
-                f"{path}: lora_A of {matrix} has {len(pair[0])} rows, but {CONFIG} says r={config['r']}, by which B @ A is "
-                f"scaled; save the adapter again"
-            )
-        if not all(x.float().isfinite().all() for x in pair):
-            raise CheckpointError(f"{path}: the adapter of {matrix} has NaN or infinities; save it again")
+        _check_pair(path, matrix, pair, config["r"])
     adapter = Adapter(name=name, directory=path, scale=scale, pairs=both)
     if not 0 < adapter.rank <= RANKS[-1]:
         raise CheckpointError(f"{path}: the adapter has rank {adapter.rank}; weft takes 1 to {RANKS[-1]}")
     return adapter
+
+
+def _check_pair(path: Path, matrix: str, pair: tuple[torch.Tensor, torch.Tensor], rank: int) -> None:
+    """CheckpointError for A and B that contradict a configuration, or are damaged."""
+    if len(pair[0]) != rank:
+        raise CheckpointError(
+            f"{path}: lora_A of {matrix} has {len(pair[0])} rows, but {CONFIG} says r={rank}, by which B @ A is scaled; save "
+            f"the adapter again"
+        )
+    if not all(x.float().isfinite().all() for x in pair):
+        raise CheckpointError(f"{path}: the adapter of {matrix} has NaN or infinities; save it again")
 
 
 def scale_of(path: Path, config: Mapping[str, Any]) -> float:
@@ -202,14 +207,26 @@ def _fill(
         rank = next(rank for rank in RANKS if rank >= max(adapter.rank for adapter in adapters))
         A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1], dtype=dtype)
         B = weight.new_zeros(len(adapters), weight.shape[0], rank, dtype=dtype)
-        for number, pairs in enumerate(of_adapters):
-            for part, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
-                if pair is not None:
-                    a, b = _own(by_name[name], *pair)
-                    A[number, part * rank : part * rank + len(a)] = a.to(A)
-                    B[number, first : first + size, : b.shape[1]] = b.to(B)
+        for pairs, *of_adapter in zip(of_adapters, A, B, strict=True):
+            _fill_adapter(*of_adapter, rank, parts, by_name, pairs)
         scale = torch.tensor([adapter.scale for adapter in adapters], dtype=torch.float32, device=weight.device)
         layer.lora = Lora(A, B, scale, tuple(first + size for _, first, size in parts))
+
+
+def _fill_adapter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    rank: int,
+    parts: Sequence[tuple[str, int, int]],
+    shards: Mapping[str, Shard],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+) -> None:
+    """Fill A [P * rank, K] and B [N, rank] of one adapter by the pairs of P matrices, None: zeros."""
+    for number, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
+        if pair is not None:
+            a, b = _own(shards[name], *pair)
+            A[number * rank : number * rank + len(a)] = a.to(A)
+            B[first : first + size, : b.shape[1]] = b.to(B)
 
 
 def _parts(layer: ColumnParallelLinear | RowParallelLinear) -> Iterator[tuple[str, int, int]]:

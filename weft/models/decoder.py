@@ -179,13 +179,7 @@ class Decoder(nn.Module):
         super().__init__()
         dtype, config = dtype or config.dtype, config.quantized(quantization)
         layout = _expert_layout(config, expert_layout, team)
-        if dtype not in DTYPES.values():
-            raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
-        if config.quantization is not None and dtype.itemsize != 2 and team.device.type == "cuda":
-            raise ValueError(
-                f"dtype={dtype} with weights in {config.quantization.format.name}: they run in bfloat16 and float16; pass "
-                f"one, or leave it out"
-            )
+        _check_dtype(config, dtype, team)
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
         self.fused = fused
         self._sizes = layer_of(config, team.size, layout == "slices", dtype.itemsize)
@@ -204,14 +198,7 @@ class Decoder(nn.Module):
         # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
         self.runs_kernels = self.plan(1).fused
         if self.runs_kernels:
-            if (latent := config.attention.latent) is None:
-                check_head_dim(config.head_dim, "; pass fused=False")
-            else:
-                check_latent_sizes(latent.kv_lora_rank, latent.qk_rope_head_dim, "; pass fused=False")
-            if (linear := config.linear_attention) is not None:
-                check_head_dims(linear.key_dim, linear.value_dim, linear.taps)
-            if self.cache_dtype == E4M3:
-                check_cache_dtype(dtype, team)
+            self._check_kernels()
         self.span = range(config.num_hidden_layers) if layers is None else layers
         self.is_first, self.is_last = self.span.start == 0, self.span.stop == config.num_hidden_layers
         check_memory(config, team, dtype, self.span)
@@ -220,22 +207,38 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, **sharded, layout=layout, context_parallel=self.context_parallel)
             for index in self.span
         )
-        vocabulary = config.vocab_size, config.hidden_size
-        self.norm = _norm(config, team, dtype) if self.is_last else None
-        self.embed_tokens = VocabParallelEmbedding(*vocabulary, **sharded) if self.is_first else None
-        self.lm_head = VocabParallelHead(*vocabulary, **sharded) if self.is_last else None
-        if config.tie_word_embeddings and self.is_first and self.is_last:
-            self.lm_head.weight = self.embed_tokens.weight
-        block = config.block
-        if self.is_first and block.embedding_scale is not None:
-            scale = block.embedding_scale
-            self.embed_tokens.scale = float(torch.tensor(scale).to(dtype)) if block.embedding_scale_rounded else scale
-        if self.is_last:
-            self.lm_head.divisor, self.lm_head.softcap = block.logits_divisor, block.logits_softcap
+        self._make_ends(**sharded)
         sizes = config.max_position_embeddings, config.head_dim
         tables = tuple(rotary_angles(*sizes, rotary, team.device) for rotary in config.rotaries)
         self.angles = tables[0] if len(tables) == 1 else tables
         self.tap: Tap | None = None
+
+    def _check_kernels(self) -> None:
+        """ValueError for sizes and caches that no kernel takes."""
+        config = self.config
+        if (latent := config.attention.latent) is None:
+            check_head_dim(config.head_dim, "; pass fused=False")
+        else:
+            check_latent_sizes(latent.kv_lora_rank, latent.qk_rope_head_dim, "; pass fused=False")
+        if (linear := config.linear_attention) is not None:
+            check_head_dims(linear.key_dim, linear.value_dim, linear.taps)
+        if self.cache_dtype == E4M3:
+            check_cache_dtype(self.dtype, self.team)
+
+    def _make_ends(self, **sharded: Any) -> None:
+        """Make the embedding of a first stage, the norm and the head of a last one."""
+        config, block = self.config, self.config.block
+        vocabulary = config.vocab_size, config.hidden_size
+        self.norm = _norm(config, self.team, self.dtype) if self.is_last else None
+        self.embed_tokens = VocabParallelEmbedding(*vocabulary, **sharded) if self.is_first else None
+        self.lm_head = VocabParallelHead(*vocabulary, **sharded) if self.is_last else None
+        if config.tie_word_embeddings and self.is_first and self.is_last:
+            self.lm_head.weight = self.embed_tokens.weight
+        if self.is_first and (scale := block.embedding_scale) is not None:
+            rounded = block.embedding_scale_rounded
+            self.embed_tokens.scale = float(torch.tensor(scale).to(self.dtype)) if rounded else scale
+        if self.is_last:
+            self.lm_head.divisor, self.lm_head.softcap = block.logits_divisor, block.logits_softcap
 
     @classmethod
     def from_pretrained(
@@ -602,6 +605,17 @@ def _attention(
 def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> RMSNorm:
     one_plus = config.block.one_plus_norms
     return RMSNorm(config.hidden_size, config.rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus)
+
+
+def _check_dtype(config: DecoderConfig, dtype: torch.dtype, team: Team) -> None:
+    """ValueError for a dtype in which weft does not run the model."""
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
+    if config.quantization is not None and dtype.itemsize != 2 and team.device.type == "cuda":
+        raise ValueError(
+            f"dtype={dtype} with weights in {config.quantization.format.name}: they run in bfloat16 and float16; pass one, or "
+            f"leave it out"
+        )
 
 
 def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> Layout | None:

@@ -44,7 +44,8 @@ def lost(source):
 
 
 def test_no_kernel_loses_a_copy():
-    assert [(file.name, line) for file in WEFT.rglob("*.py") for line in lost(file.read_text())] == []
+    sources = ((file.name, file.read_text()) for file in WEFT.rglob("*.py"))
+    assert [(name, line) for name, source in sources if "jit" in source for line in lost(source)] == []
 
 
 KERNEL = "@triton.jit\ndef f(out, n):\n now = n * 2\n {}\n for i in range(n):\n  tl.store(out, last)\n  {}\n"

@@ -176,8 +176,8 @@ def without_gpus(monkeypatch):
 
 
 def test_a_run_that_does_not_end_is_killed(without_gpus, tmp_path):
-    with pytest.raises(NoEnd, match="2 ranks did not end within 10 s"):
-        launch.launch_watched(spawning.say_and_wait, 2, args=(1000.0,), errors=str(tmp_path), seconds=10)
+    with pytest.raises(NoEnd, match="2 ranks did not end within 3 s"):
+        launch.launch_watched(spawning.say_and_wait, 2, args=(1000.0,), errors=str(tmp_path), seconds=3)
 
 
 def test_standard_error_of_each_rank_is_kept(without_gpus, tmp_path):

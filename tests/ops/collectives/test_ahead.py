@@ -52,4 +52,4 @@ def test_small_parts_and_full_heaps_do_not_send_ahead():
         team.empty((team.largest_free_bytes() - (1 << 20),), torch.uint8)
         return found, travels_ahead(1 << 20, team)
 
-    assert weft.simulate(main, 2) == [([False, True], False)] * 2
+    assert weft.simulate(main, 2, heap_bytes=64 << 20) == [([False, True], False)] * 2

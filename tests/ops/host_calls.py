@@ -55,7 +55,6 @@ class Host:
         call()
         counts = Counter(self.counts)
         every, before = [], sys.getprofile()
-        gc.collect()
         gc.disable()  # what a collection calls is no part of a call
         try:
             for _ in range(3):

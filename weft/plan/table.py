@@ -315,6 +315,7 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
 
 
+@remembered
 def files_for(gpu: str, world_size: int) -> list[Path]:
     """Existing tables for ``gpu``: its table, then that of the GPU with the same processor."""
     names = (gpu, SAME_PROCESSOR[gpu]) if gpu in SAME_PROCESSOR else (gpu,)

@@ -70,22 +70,24 @@ class BenchFlags:
             autocompletion=complete_op,
         ),
     ] = None
-    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None
+    world_size: Annotated[
+        str | None, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4 [default: all GPUs]")
+    ] = None
     shapes: Annotated[
         list[str] | None,
         typer.Option(
-            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
-            "qwen3-30b-a3b, mixtral-8x7b and more, also SET/zipf, SET/recorded and SET:128,4096; of layers "
+            help="Shapes: qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of "
+            "experts qwen3-30b-a3b, mixtral-8x7b and more, also SET/zipf, SET/recorded and SET:128,4096; of layers "
             "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
             "qwen3-32b:1x4096. Several with commas, or repeated"
         ),
     ] = None
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16"
+    dtype: Annotated[str, typer.Option(help="Dtype: bf16, fp16 or fp32")] = "bf16"
     providers: Annotated[
         str | None,
         typer.Option(
-            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.pipelined "
-            "and more, the designs of GEMMs]"
+            help="Providers, by names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, "
+            "weft.pipelined and more, the designs of GEMMs]"
         ),
     ] = None
     baselines: Annotated[
@@ -102,24 +104,28 @@ class BenchFlags:
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer rounds")] = False
     eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs [default: a set of ops]")] = (
         False
     )
     one_by_one: Annotated[
         bool,
         typer.Option(
-            "--one-by-one", help="Time a provider before the next is made: memory does not hold them together"
+            "--one-by-one", help="Time a provider before the next is made, where memory does not hold them together"
         ),
     ] = False
-    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto"
+    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
+        "auto"
+    )
     algorithm_cache: Annotated[
         Path | None,
         typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
     ] = None
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="Over several nodes: torchrun's, or logical ones [default: the ops that do]"),
+        typer.Option(
+            "--nodes", help="Measure over several nodes: torchrun's, or logical ones [default: the ops that span nodes]"
+        ),
     ] = False
     node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None
     of_models: ModelFlags = field(default_factory=ModelFlags)

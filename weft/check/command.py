@@ -43,12 +43,16 @@ class CheckFlags:
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Also run main on real GPUs, under GSan, Triton's sanitizer for races")
     ] = False
-    gpu_seconds: Annotated[float, typer.Option(help="With --gpu: most seconds of a run on GPUs")] = 120.0
-    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2"
-    schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES
-    strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix"
+    gpu_seconds: Annotated[float, typer.Option(help="Most seconds of a run on GPUs [with --gpu]")] = 120.0
+    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4")] = "2"
+    schedules: Annotated[int, typer.Option(help="Number of runs for each number of ranks")] = _SCHEDULES
+    strategy: Annotated[
+        str, typer.Option(help="Strategy of schedules: mix, uniform, pct, slow, delay or exhaustive")
+    ] = "mix"
     seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0
-    depth: Annotated[int, typer.Option(help="For pct: number of ordering constraints that a bug needs")] = 3
+    depth: Annotated[
+        int, typer.Option(help="Number of ordering constraints that a bug needs [with --strategy pct]")
+    ] = 3
     sms: Annotated[
         int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
     ] = None
@@ -58,7 +62,7 @@ class CheckFlags:
     function: Annotated[
         str | None, typer.Option(help="Function to run instead of main; with --torch f(rank, world_size), not the file")
     ] = None
-    args: Annotated[str, typer.Option(help="With --torch: the program's arguments")] = ""
+    args: Annotated[str, typer.Option(help="Arguments of the program [with --torch]")] = ""
     json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None
     html: Annotated[Path | None, typer.Option(help="Write the report to this file as a page with drawings")] = None
     sarif: Annotated[Path | None, typer.Option(help="Write the report to this file as SARIF, for code scanning")] = None

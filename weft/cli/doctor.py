@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False,
     nodes: Annotated[bool, typer.Option("--nodes", help="Under torchrun: measure the links between its ranks")] = False,
     measure: Annotated[
         bool,
@@ -28,10 +28,10 @@ def doctor(
         ),
     ] = False,
     costs: Annotated[
-        Path | None, typer.Option(help="The file of --measure [default: ~/.cache/weft/costs-GPU.json]")
+        Path | None, typer.Option(help="File that --measure writes [default: ~/.cache/weft/costs-GPU.json]")
     ] = None,
 ) -> None:
-    """Say what is here, what weft will use and why, and how to get what is missing.
+    """Report what this machine has, what weft will use and why, and how to get what is missing.
 
     Exit status 1: nothing can run.
     """

@@ -47,27 +47,29 @@ class EngineFlags:
         ),
     ] = None
     world_size: Annotated[
-        int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
+        int | None, typer.Option(*WORLD_SIZE, help="Number of ranks [default: all GPUs, or 4 simulated ones]")
     ] = None
-    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel, replicated or invariant")] = DEFAULTS[
-        "mode"
-    ]
+    mode: Annotated[
+        str, typer.Option(help="Parallel mode: auto, reference, sequence_parallel, replicated or invariant")
+    ] = DEFAULTS["mode"]
     invariant: Annotated[
         bool,
         typer.Option(
             "--invariant",
-            help="The same bits of an answer whatever runs beside it and however its prompt is cut or cached",
+            help="Give an answer the same bits whatever runs beside it and however its prompt is cut or cached",
         ),
     ] = DEFAULTS["invariant"]
     expert_layout: Annotated[
         str | None,
         typer.Option(
-            help="Of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
+            help="Layout of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
             "[default: whole where the ranks divide the experts, else slices]"
         ),
     ] = DEFAULTS["expert_layout"]
-    device: Annotated[str, typer.Option(help="auto, cuda, sim", autocompletion=complete_device)] = "auto"
-    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
+    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
+        "auto"
+    )
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")] = "auto"
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
     ] = False
@@ -77,7 +79,9 @@ class EngineFlags:
     max_seq_len: Annotated[
         int | None,
         typer.Option(
-            "--max-seq-len", *spellings("max_seq_len"), help="Prompt and answer together [default: the model's]"
+            "--max-seq-len",
+            *spellings("max_seq_len"),
+            help="Most tokens of a prompt and its answer [default: the model's]",
         ),
     ] = DEFAULTS["max_seq_len"]
     chunk_tokens: Annotated[
@@ -95,11 +99,13 @@ class EngineFlags:
     ] = DEFAULTS["memory_fraction"]
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(help="Share of a GPU's whole memory for weights, graphs and KV cache, in place of that"),
+        typer.Option(
+            help="Share of a GPU's whole memory for weights, graphs and KV cache, in place of --memory-fraction"
+        ),
     ] = DEFAULTS["gpu_memory_utilization"]
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
-        "kv_cache_dtype"
-    ]
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Format of the KV cache: auto, or fp8, half the bytes of 16 bits")
+    ] = DEFAULTS["kv_cache_dtype"]
     quantization: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +117,7 @@ class EngineFlags:
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Prompts share the pages of equal first tokens",
+            help="Share pages of the KV cache among prompts with equal first tokens",
         ),
     ] = DEFAULTS["prefix_caching"]
     state_snapshot_bytes: Annotated[
@@ -154,7 +160,7 @@ class EngineFlags:
             "--warm-up-late", help="With --warm-up: only graphs of small batches at start, the rest beside steps"
         ),
     ] = DEFAULTS["warm_up_late"]
-    grammar_seconds: Annotated[float, typer.Option(help="Longest time to compile a request's grammar")] = DEFAULTS[
+    grammar_seconds: Annotated[float, typer.Option(help="Most seconds to compile a request's grammar")] = DEFAULTS[
         "grammar_seconds"
     ]
     speculative_config: Annotated[
@@ -171,8 +177,8 @@ class EngineFlags:
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Follow a file of weft plan: its options are taken, other ones refused, and measured times printed beside its "
-            "at the end"
+            help="Follow a file of weft plan: take its options, refuse other ones, and print measured times beside predicted "
+            "ones at the end"
         ),
     ] = None
     tune: Annotated[
@@ -183,10 +189,10 @@ class EngineFlags:
         ),
     ] = False
     tune_seconds: Annotated[
-        float | None, typer.Option(help=f"Longest time of that search; goes with --tune [default: {TUNE_SECONDS}]")
+        float | None, typer.Option(help=f"Most seconds of that search; goes with --tune [default: {TUNE_SECONDS}]")
     ] = None
     tune_cache: Annotated[
-        Path | None, typer.Option(help="Folder that keeps what it finds [default: ~/.cache/weft]")
+        Path | None, typer.Option(help="Folder that keeps the results of --tune [default: ~/.cache/weft]")
     ] = None
     algorithm_cache: Annotated[
         Path | None,

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class GenerateFlags(EngineFlags):
     """Flags of `weft generate`."""
 
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt; may be repeated [default: 123+456=]")] = None
     prompts_file: Annotated[
-        Path | None, typer.Option(help="A prompt a line, in place of --prompt, up to 256 MiB; -: from standard input")
+        Path | None,
+        typer.Option(help="File of a prompt a line, up to 256 MiB, in place of --prompt; -: standard input"),
     ] = None
     prompt_token_ids: Annotated[
         list[str] | None,
@@ -47,39 +48,63 @@ class GenerateFlags(EngineFlags):
     ] = False
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", "--max-new-tokens", help="Of an answer [default: the checkpoint's, else 64]"),
+        typer.Option(
+            "--max-tokens", "--max-new-tokens", help="Most tokens of an answer [default: the checkpoint's, else 64]"
+        ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
+        float | None,
+        typer.Option(help="Randomness of the draw; 0: always the likeliest token [default: the checkpoint's, else 0]"),
     ] = None
-    top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
-    top_k: Annotated[int | None, typer.Option(help="0: all tokens [default: the checkpoint's, else 0]")] = None
-    min_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 0]")] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the likeliest tokens of this probability together [default: the checkpoint's, else 1]"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Draw from this number of likeliest tokens; 0: all [default: the checkpoint's, else 0]"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from tokens of at least this share of the greatest probability [default: the checkpoint's, else 0]"
+        ),
+    ] = None
     n: Annotated[int, typer.Option("--n", help="Answers to each prompt, all alike without --temperature")] = 1
-    presence_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
-    frequency_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
-    min_tokens: Annotated[
-        int | None, typer.Option(help="No end of sequence before these [default: the checkpoint's, else 0]")
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted from logits of tokens that are in the answer, -2 .. 2 [default: 0]")
     ] = None
-    bad_words: Annotated[list[str] | None, typer.Option(help="Text that an answer does not get; may be repeated")] = (
-        None
-    )
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same for each time that the token is there, -2 .. 2 [default: 0]")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Divides positive logits of tokens in prompt or answer [default: the checkpoint's, else 1]"),
+    ] = None
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Fewest tokens of an answer before its end [default: the checkpoint's, else 0]")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="Text that an answer must not contain; may be repeated")
+    ] = None
     json_schema: Annotated[
         str | None,
-        typer.Option(help="Schema, as text, that an answer follows; this and the next three need weft[guided]"),
+        typer.Option(help="JSON schema, as text, that an answer follows; this and the next three need weft[guided]"),
     ] = None
     regex: Annotated[str | None, typer.Option(help="Regular expression that an answer matches")] = None
     choice: Annotated[list[str] | None, typer.Option(help="Text that an answer may be; may be repeated")] = None
     grammar: Annotated[str | None, typer.Option(help="Grammar of an answer, in Lark's syntax or GBNF")] = None
-    seed: Annotated[int, typer.Option()] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the draws")] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
     prompt_tokens: Annotated[
         int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
     ] = None
     as_json: Annotated[
-        bool, typer.Option("--json", help="An answer a line: prompt, index, text, token_ids, finish_reason")
+        bool,
+        typer.Option("--json", help="Print an answer a line as JSON: prompt, index, text, token_ids, finish_reason"),
     ] = False
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 

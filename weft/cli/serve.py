@@ -51,7 +51,7 @@ class ServeFlags(EngineFlags):
         ),
     ] = True
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: a free one")] = 8000
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one")] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +61,7 @@ class ServeFlags(EngineFlags):
     ] = None
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
     served_model_name: Annotated[
-        str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
+        str | None, typer.Option(help="Name of the model in requests and answers [default: MODEL as typed, or adder]")
     ] = None
     lora: Annotated[
         list[str] | None,
@@ -70,10 +70,10 @@ class ServeFlags(EngineFlags):
         ),
     ] = None
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="Reader of calls in answers, or none [default: by the chat template]")
+        str | None, typer.Option(help="Parser of tool calls in answers, or none [default: by the chat template]")
     ] = None
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="Reader of reasoning in answers, or none [default: by the chat template]")
+        str | None, typer.Option(help="Parser of reasoning in answers, or none [default: by the chat template]")
     ] = None
     seed: Annotated[
         int | None, typer.Option(help="Of requests that send none, one after the other [default: another each time]")
@@ -86,7 +86,7 @@ class ServeFlags(EngineFlags):
         bool,
         typer.Option(
             "--early-ranks/--no-early-ranks",
-            help="Processes of ranks load torch while the server's process does",
+            help="Start processes of ranks first, so that they load torch while the server's process does",
         ),
     ] = True
     restart: Annotated[

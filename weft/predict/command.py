@@ -77,16 +77,18 @@ def predict(
             autocompletion=_complete,
         ),
     ],
-    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 8,16,32")] = "2,4,8,16,32,64",
+    world_size: Annotated[
+        str, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 8,16,32")
+    ] = "2,4,8,16,32,64",
     shapes: Annotated[
         list[str] | None,
         typer.Option(
-            help="As to weft bench: qwen3-32b/down:8192; 8192,5120,3200, of one rank; 64KiB,1MiB. Or sizes of all ranks "
-            "together, with x between them: 8192x5120x25600. Several with commas, or repeated"
+            help="Shapes, as to weft bench: qwen3-32b/down:8192; 8192,5120,3200, of one rank; 64KiB,1MiB. Or sizes of all "
+            "ranks together, with x between them: 8192x5120x25600. Several with commas, or repeated"
         ),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(hidden=True, help="The former name of --shapes")] = None,
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200 or mi300x")] = "h200",
+    gpu: Annotated[str, typer.Option(help="GPU to predict for: h200, h100, a100, b200 or mi300x")] = "h200",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
     """Predict an op's time on more GPUs by the cost functions that plans choose by.

@@ -26,7 +26,7 @@ class PlanFlags:
     model: Annotated[
         str, typer.Argument(help="A published name such as qwen3-32b, a checkpoint directory, or OWNER/NAME[@REVISION]")
     ]
-    gpus: Annotated[str, typer.Option(help="Of one machine, such as 4xH200; also H100, A100, B200, MI300X")]
+    gpus: Annotated[str, typer.Option(help="GPUs of one machine, such as 4xH200; also H100, A100, B200, MI300X")]
     load: Annotated[Path, typer.Option(help="JSON file of requests and targets (docs/planning.md)")]
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file, which weft serve --plan follows")] = (
         None

@@ -65,24 +65,30 @@ class TuneFlags:
     model: Annotated[
         str | None,
         typer.Option(
-            help="In place of ops: search the calls of a model, qwen3-32b, a checkpoint directory or OWNER/NAME, and keep "
+            help="Model whose calls are searched, in place of ops: qwen3-32b, a checkpoint directory or OWNER/NAME; keep "
             "the results where weft generate --tune and weft serve --tune read them"
         ),
     ] = None
-    seconds: Annotated[float, typer.Option(help="Longest time of the search for --model")] = 600.0
-    max_batch: Annotated[int, typer.Option(help="Of --model: sequences that decode at once")] = DEFAULTS["max_batch"]
-    max_seq_len: Annotated[int | None, typer.Option(help="Of --model: prompt and answer [default: the model's]")] = None
-    quantization: Annotated[str | None, typer.Option(help="Of --model: as to weft generate")] = None
+    seconds: Annotated[float, typer.Option(help="Most seconds of the search [with --model]")] = 600.0
+    max_batch: Annotated[int, typer.Option(help="Most sequences that decode at once [with --model]")] = DEFAULTS[
+        "max_batch"
+    ]
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer [with --model; default: the model's]")
+    ] = None
+    quantization: Annotated[str | None, typer.Option(help="As to weft generate [with --model]")] = None
     tune_cache: Annotated[
-        Path | None, typer.Option(help="Of --model: folder of the results [default: ~/.cache/weft]")
+        Path | None, typer.Option(help="Folder of the results [with --model; default: ~/.cache/weft]")
     ] = None
-    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None
+    world_size: Annotated[
+        str | None, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4 [default: all GPUs]")
+    ] = None
     shapes: Annotated[
-        list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
+        list[str] | None, typer.Option(help="Shapes, as in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
     ] = None
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16"
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer candidates, fewer rounds")] = False
-    out: Annotated[Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")] = None
+    dtype: Annotated[str, typer.Option(help="Dtype: bf16, fp16 or fp32")] = "bf16"
+    quick: Annotated[bool, typer.Option("--quick", help="Try fewer candidates in fewer rounds")] = False
+    out: Annotated[Path | None, typer.Option(help="File to write [default: weft's own, which the ops read]")] = None
     json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None
     algorithm_cache: Annotated[
         Path | None,
@@ -91,7 +97,9 @@ class TuneFlags:
             "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
         ),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto"
+    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
+        "auto"
+    )
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
 
     def __post_init__(self) -> None:

@@ -49,25 +49,34 @@ class InvarianceFlags:
         ),
     ] = None
     world_size: Annotated[
-        str | None, typer.Option(*WORLD_SIZE, help="1 or 1,2: the first is compared with the rest [default: all GPUs]")
+        str | None,
+        typer.Option(
+            *WORLD_SIZE,
+            help="Numbers of ranks, such as 1 or 1,2: the first is compared with the rest [default: all GPUs]",
+        ),
     ] = None
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights, of one model at every world size")
     ] = False
-    device: Annotated[str, typer.Option(help="auto, cuda, sim", autocompletion=complete_device)] = "auto"
-    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
-    expert_layout: Annotated[str | None, typer.Option(help="Of a mixture of experts, as of weft serve")] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto"
-    quantization: Annotated[str | None, typer.Option(help="fp8: in blocks of 128, made as weights are read")] = None
-    requests: Annotated[
-        int | None, typer.Option(help=f"Answers [default: {MANY}, of models above 2 billion parameters {FEW}]")
+    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
+        "auto"
+    )
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")] = "auto"
+    expert_layout: Annotated[str | None, typer.Option(help="Layout of a mixture of experts, as of weft serve")] = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="Format of the KV cache: auto or fp8")] = "auto"
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: put weights in blocks of 128 in fp8 as they are read")
     ] = None
-    prompt_tokens: Annotated[int | None, typer.Option(help="Of a prompt at most [default: 1024]")] = None
-    max_tokens: Annotated[int | None, typer.Option(help="Of an answer [default: 64]")] = None
+    requests: Annotated[
+        int | None,
+        typer.Option(help=f"Number of answers [default: {MANY}, of models above 2 billion parameters {FEW}]"),
+    ] = None
+    prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of a prompt [default: 1024]")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer [default: 64]")] = None
     compare: Annotated[
         Path | None, typer.Option(help="File of --json, of another world size or machine, whose bits are expected")
     ] = None
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer configurations, on GPUs")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Compare fewer configurations, on GPUs")] = False
     cost: Annotated[bool, typer.Option("--cost", help="Time decode steps against the default mode, on GPUs")] = False
     json: Annotated[Path | None, typer.Option(help="Write the results and the answers' bits to this file")] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False

@@ -24,16 +24,23 @@ OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
 class ModelFlags:
     """Flags of model benchmarks as typed; omitted ones are None. ValueError for invalid values."""
 
-    model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None
-    layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None
-    run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Published model, such as qwen3-32b, with random weights [of layers and models]")
+    ] = None
+    layers: Annotated[int | None, typer.Option(help="Number of the model's layers [default: all]")] = None
+    run_type: Annotated[str | None, typer.Option(help="Steps to time: prefill or decode [default: both]")] = None
     bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None
     ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None
-    mode: Annotated[str | None, typer.Option(help="auto, sequence_parallel, replicated [default: all]")] = None
+    mode: Annotated[
+        str | None, typer.Option(help="Parallel modes: auto, sequence_parallel, replicated [default: all]")
+    ] = None
     check: Annotated[
-        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
+        bool,
+        typer.Option(
+            "--check", help="Compare logits over given tokens, or all layers, before timing [generate: always]"
+        ),
     ] = False
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Print which kernels a step's time goes to")] = False
     random_cache: Annotated[
         bool,
         typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
@@ -41,11 +48,11 @@ class ModelFlags:
     expert_layout: Annotated[
         str | None,
         typer.Option(
-            help="Of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
+            help="Layout of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
         ),
     ] = None
     quantization: Annotated[
-        str | None, typer.Option(help="fp8, fp8_per_channel: matrices of the layers, put in fp8 as they are filled")
+        str | None, typer.Option(help="Put the layers' matrices in fp8 as they are filled: fp8, fp8_per_channel")
     ] = None
 
     speculate: Annotated[

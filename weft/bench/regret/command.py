@@ -33,14 +33,14 @@ class RegretFlags:
             "time over the best design's. With --json FILE it goes on where the file ends; with --check-only it lists plans",
         ),
     ] = False
-    seed: Annotated[int, typer.Option(help="Of the shapes that are drawn [with --regret]")] = 0
-    listed: Annotated[int, typer.Option(help="Listed shapes of an op, at most 30 [with --regret]")] = 30
-    drawn: Annotated[int, typer.Option(help="Drawn shapes of an op [with --regret]")] = 30
+    seed: Annotated[int, typer.Option(help="Seed of the drawn shapes [with --regret]")] = 0
+    listed: Annotated[int, typer.Option(help="Number of listed shapes of an op, at most 30 [with --regret]")] = 30
+    drawn: Annotated[int, typer.Option(help="Number of drawn shapes of an op [with --regret]")] = 30
     search: Annotated[
-        int, typer.Option(help="Designs of an op's search space besides the named ones [with --regret]")
+        int, typer.Option(help="Number of designs of an op's search space besides the named ones [with --regret]")
     ] = 4
     seconds: Annotated[
-        float | None, typer.Option(help="Begin no further shape after this time [with --regret; default: no limit]")
+        float | None, typer.Option(help="Begin no further shape after these seconds [with --regret; default: no limit]")
     ] = None
 
     def check(self, ops: Sequence[str]) -> None:

@@ -31,14 +31,16 @@ SCHEMA = 1
 class ServeBenchFlags:
     """Flags of `weft bench serve`."""
 
-    url: Annotated[str, typer.Option(help="Of a server with OpenAI's API, such as vLLM's, with /v1")] = (
+    url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API, such as vLLM's, with /v1")] = (
         "http://127.0.0.1:8000/v1"
     )
-    model: Annotated[str | None, typer.Option(help="[default: the first that the server names]")] = None
+    model: Annotated[str | None, typer.Option(help="Name of the model [default: the first that the server names]")] = (
+        None
+    )
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Sent as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in the environment]"
+            help="Key to send as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in the environment]"
         ),
     ] = None
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
@@ -49,16 +51,19 @@ class ServeBenchFlags:
         str | None,
         typer.Option(help="Requests at a time, as in 1,8,32 (closed loop) [default: 1,8,32, without --rates]"),
     ] = None
-    requests: Annotated[int, typer.Option(help="For each rate and concurrency")] = 128
+    requests: Annotated[int, typer.Option(help="Number of requests for each rate and concurrency")] = 128
     input_tokens: Annotated[str, typer.Option(help="Random token ids in a prompt, as in 1024 or 128-2048")] = "1024"
     output_tokens: Annotated[str, typer.Option(help="Tokens of an answer, as in 128 or 16-256")] = "128"
-    vocab_size: Annotated[int, typer.Option(help="Random token ids are below it")] = 1000
+    vocab_size: Annotated[int, typer.Option(help="Random token ids are below this number")] = 1000
     file: Annotated[
-        Path | None, typer.Option(help='Prompts, a line each as {"prompt": "…", "max_tokens": 16}, not random ones')
+        Path | None,
+        typer.Option(help='File of prompts, a line each as {"prompt": "…", "max_tokens": 16}, in place of random ones'),
     ] = None
-    warmup: Annotated[int, typer.Option(help="Requests that are not measured, before each rate and concurrency")] = 8
-    clients: Annotated[int, typer.Option(help="Processes that send requests: more where one is too busy")] = 1
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals")] = 0
+    warmup: Annotated[
+        int, typer.Option(help="Number of requests that are not measured, before each rate and concurrency")
+    ] = 8
+    clients: Annotated[int, typer.Option(help="Number of processes that send requests: more where one is too busy")] = 1
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals")] = 0
     json: Annotated[Path | None, typer.Option(help="Write the results to this file, after every rate")] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 

@@ -82,16 +82,16 @@ MISSING = """## Not measured yet
 - On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
   (`sh benchmarks/several_gpus.sh 4 moe long`). Layers, `generate` and prompts of 128 and 1,024 tokens have not been measured
   there since 2026-11-22.
-- On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md),
-  [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md), and [eager
-  calls](performance/h200-x2-eager.md). Eager calls since then
-  have a launcher of weft's own: the host alone takes 19 µs for an all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`),
-  where the table has 75 to 140 for the call. [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
+- On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md) and
+  [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md). [Eager calls](performance/h200-x2-eager.md) not since
+  all-reduce, all-gather, reduce-scatter and all-to-all have prepared launches (commit dedc2bee).
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
   sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B, which
   [one H100](performance/h100-x1.md) has.
-- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine.md#beside-vllm) say; Qwen3-8B and 30B-A3B on two
-  H200s.
+- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine.md#beside-vllm) say; on two H200s Qwen3-8B and
+  30B-A3B, weights in fp8, and Qwen3.6-27B with its MTP head.
+- Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
+  Qwen3.6.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines
   differ: two machines of [H200s](../benchmarks/results/h200-x2-machines/README.md) and two of
   [H100s](../benchmarks/results/h100-x2-machines/README.md) have all

@@ -119,4 +119,4 @@ def test_options_of_the_engine_reach_it():
 
 
 def test_the_page_lists_the_table():
-    assert vllm_flags.table() in (ROOT / "docs" / "serving.md").read_text()
+    assert vllm_flags.table() in (ROOT / "docs" / "vllm-flags.md").read_text()

@@ -1,7 +1,7 @@
 """Flags of `vllm serve`: spellings of weft's flags, rewritten ones, and ones that weft lacks.
 
 FLAGS is the one table: EngineFlags and ServeFlags take spellings from it, a command line is rewritten by it, and messages and
-the list of docs/serving.md (`python -m weft.cli.vllm_flags`) are its text.
+the list of docs/vllm-flags.md (`python -m weft.cli.vllm_flags`) are its text.
 """
 
 from __future__ import annotations

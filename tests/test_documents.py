@@ -8,9 +8,11 @@ import re
 
 import pytest
 import torch
+from typer.main import get_command
 
 import weft
 from tests.documents import FOLLOWED, PAGES, PAST, ROOT, TUTORIALS, blocks, run
+from weft.cli import app, vllm_flags
 
 NOW = [page for page in PAGES if page not in PAST]
 # Pages whose Python a test of their own runs.
@@ -27,6 +29,13 @@ FRAGMENTS = {
     ROOT / "docs" / "pytorch.md": "lines of a program of torchtitan, or of one with a model and a mesh",
     ROOT / "docs" / "trace.md": "a call, which test_commands.py puts into a program",
     ROOT / "docs" / "transformers.md": "lines of a program that torchrun starts, with a checkpoint",
+}
+
+
+# Flags in running text of scripts and of other programs; tests/test_commands.py parses whole commands.
+OTHER_FLAGS = {
+    *("--help", "--fit", "--goals", "--page", "--resume", "--share-gpus", "--table", "--without"),
+    *("--enable-deterministic-inference", "--enable-layernorm-sp", "--nproc-per-node", "--tp"),
 }
 
 
@@ -59,6 +68,19 @@ def test_files_that_are_named_exist(page):
     own = {found for block in blocks(page) for found in re.findall(r"^# ([\w/]+\.py)$", block.text, flags=re.MULTILINE)}
     named = set(re.findall(r"(?<![\w/.])(?:weft|tests|benchmarks|scripts)/[\w/.-]*\w", page.read_text()))
     assert sorted(name for name in named - own if not list(ROOT.glob(name)) and not list(ROOT.glob(f"{name}*"))) == []
+
+
+def test_flags_in_running_text_are_flags_of_weft():
+    ours = flags_of(get_command(app)) | {name for flag in vllm_flags.FLAGS for name in flag.names} | OTHER_FLAGS
+    named = [(flag, name_of(page)) for page in NOW for flag in re.findall(r"`(--[a-z][\w-]*)", page.read_text())]
+    assert len(named) > 100
+    assert [pair for pair in named if pair[0] not in ours] == []
+
+
+def flags_of(command):
+    """Spellings of the flags of a command and its subcommands."""
+    own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    return own.union(*(flags_of(below) for below in getattr(command, "commands", {}).values()))
 
 
 def test_names_of_decisions_are_in_their_files():

@@ -1,6 +1,7 @@
 """``weft check`` and the pytest plugin, from the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -146,7 +147,7 @@ def test_the_pytest_plugin(tmp_path):
     plugin = [] if is_installed else ["-p", "weft.check.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True).stdout
-    assert "3 failed, 1 passed, 1 error" in output
+    assert re.search(r"3 failed, 1 passed,( \d+ warnings?,)? 1 error", output)  # newer torch warns
     assert "main=test_async is an async function" in output
     assert "missing-barrier  data[0..31] of rank 1" in output
     assert "replay: @pytest.mark.weft(world_size=2, strategy='pct', seed=" in output

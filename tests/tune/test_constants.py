@@ -39,7 +39,7 @@ def test_all_that_a_machine_can_measure_is_in_the_file(count, tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
     caps = capabilities.simulated(1, like="a100")
     monkeypatch.setattr(capabilities, "probe", lambda *arguments: caps)
-    monkeypatch.setattr(constants, "on_one_gpu", lambda caps: MEASURED)
+    monkeypatch.setattr(constants, "on_one_gpu", lambda caps: dict(MEASURED))
     monkeypatch.setattr(constants, "of_copies", lambda: {"link": 3e5, "copy": 5.0})
     monkeypatch.setattr(
         "weft.runtime.launch.launch", lambda main, *how: [{"hop": 2.2, "stores": 2.5e5, "one_link": 2.5e5}]

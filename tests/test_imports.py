@@ -73,10 +73,14 @@ def layer_of(file: Path) -> str:
     return file.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def imports(nodes: list[ast.AST], file: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import, relative ones resolved; `from weft import ops` gives weft.ops."""
     package = name_of(file).removesuffix(".py").split("/")[:-1]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -102,9 +106,9 @@ class Source(NamedTuple):
 
 @cache
 def source_of(file: Path) -> Source:
-    tree = ast.parse(file.read_text())
-    names = {name: line for line, name in sorted(attributes_and_names(tree), reverse=True)}
-    return Source(list(imports(tree, file)), list(internals_of_triton(tree)), list(runs_what_it_reads(tree)), names)
+    nodes = nodes_of(file.read_text())
+    names = {name: line for line, name in sorted(attributes_and_names(nodes), reverse=True)}
+    return Source(list(imports(nodes, file)), list(internals_of_triton(nodes)), list(runs_what_it_reads(nodes)), names)
 
 
 def upward(imported: list[tuple[int, str]], file: Path) -> list[str]:
@@ -177,7 +181,7 @@ def test_a_circle_would_be_seen():
 
 def test_an_upward_import_would_be_seen():
     def seen(source, file="weft/ops/example.py"):
-        return upward(list(imports(ast.parse(source), ROOT / file)), ROOT / file)
+        return upward(list(imports(nodes_of(source), ROOT / file)), ROOT / file)
 
     assert seen("from weft.layers import TPMLP")
     assert seen("from weft import engine")
@@ -187,8 +191,8 @@ def test_an_upward_import_would_be_seen():
     assert not seen("from weft.language import wait\nfrom . import tiles\nfrom weft.errors import WeftError")
 
 
-def attributes_and_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def attributes_and_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Name):
@@ -216,18 +220,25 @@ def test_has_its_home(words, homes):
     assert strays == []
 
 
-def internals_of_triton(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def internals_of_triton(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Imports and uses of Triton's modules that are not public, and of private names of public ones."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, f"imports {alias.name}") for alias in node.names if is_internal(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from ((node.lineno, f"imports {name}") for name in names if is_internal(name))
-        elif isinstance(node, ast.Attribute) and is_internal(
-            name := re.sub(r"^tl\.", "triton.language.", ast.unparse(node))
-        ):
-            yield node.lineno, f"uses {name}"
+        elif isinstance(node, ast.Attribute) and root_of(node) in ("tl", "triton"):
+            name = re.sub(r"^tl\.", "triton.language.", ast.unparse(node))
+            if is_internal(name):
+                yield node.lineno, f"uses {name}"
+
+
+def root_of(node: ast.expr) -> str:
+    """The variable `x` of `x.y.z`; "" if there is none."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_internal(name: str) -> bool:
@@ -252,7 +263,7 @@ tl.load._x
 tl.standard.zeros
 triton.runtime.driver
 """
-    assert {line for line, _ in internals_of_triton(ast.parse(uses))} == {2, 3, 4, 5, 6, 7, 8, 9}
+    assert {line for line, _ in internals_of_triton(nodes_of(uses))} == {2, 3, 4, 5, 6, 7, 8, 9}
     public = """
 import triton.language as tl
 from triton.language.extra import cuda
@@ -260,7 +271,7 @@ from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 tl.math.exp, tl.load, triton.jit, tl.extra.cuda.libdevice.exp
 """
-    assert list(internals_of_triton(ast.parse(public))) == []
+    assert list(internals_of_triton(nodes_of(public))) == []
     strays = [
         f"{name_of(file)}:{line} {use}"
         for file in FILES
@@ -281,12 +292,12 @@ def test_only_the_simulator_needs_its_packages():
     assert strays == []
 
 
-def runs_what_it_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def runs_what_it_reads(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Calls by which data from outside may become code: unpickling, and torch's collectives of objects, which unpickle."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            last = name.rpartition(".")[2]
+            last = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = ast.unparse(node.func) if last in ("load", "loads", "Unpickler", "eval", "exec") else last
             if (
                 name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "eval", "exec", "numpy.load")
                 or last.endswith(("gather_object", "_object_list", "send_object"))
@@ -299,8 +310,8 @@ def runs_what_it_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
-    assert sorted(runs_what_it_reads(ast.parse("torch.load(x)\ndist.all_gather_object(x, y)\nimport yaml"))) == [
-        (1, "torch.load"), (2, "dist.all_gather_object"), (3, "yaml"),
+    assert sorted(runs_what_it_reads(nodes_of("torch.load(x)\ndist.all_gather_object(x, y)\nimport yaml"))) == [
+        (1, "torch.load"), (2, "all_gather_object"), (3, "yaml"),
     ]  # fmt: skip
     found = [f"{name_of(file)} {call}" for file in FILES for _, call in source_of(file).calls]
     assert sorted(set(found)) == [f"weft/runtime/{name}.py pickle.loads" for name in ("early", "launch")]

@@ -10,7 +10,7 @@ import weft
 from weft.bench.invariance import run
 from weft.bench.invariance.answers import compare
 from weft.bench.invariance.configurations import Configuration
-from weft.engine import Engine, EngineConfig, same_bits
+from weft.engine import Engine, EngineConfig, sampling
 from weft.models import DecoderConfig
 from weft.ops.attention.fixed_runs import FixedRuns
 from weft.ops.vocab.log_sums import join_log_sums, log_sums
@@ -128,8 +128,8 @@ def test_a_log_sum_exp_by_ranks_is_seen(reference, monkeypatch):
         nothing = torch.tensor([-3.0e38, 0.0]).expand(len(logits), slices - 1, 2)
         return torch.cat((log_sums(logits, 1), nothing), 1)
 
-    monkeypatch.setattr(same_bits, "log_sums", by_ranks)
-    monkeypatch.setattr(same_bits, "join_log_sums", join_log_sums)
+    monkeypatch.setattr(sampling, "log_sums", by_ranks)
+    monkeypatch.setattr(sampling, "join_log_sums", join_log_sums)
     result = on_ranks(1, asked_of(FIRST))
     compared, differing, first = compare(reference, result.answers)
     assert differing > 0 and "log-probability" in str(first)

@@ -85,6 +85,14 @@ EXAMPLES = {
     "hermes, no name": Example(
         'a<tool_call>{"arguments": {}}</tool_call> <tool', "hermes", content='a<tool_call>{"arguments": {}}</tool_call> <tool'
     ),
+    "hermes, a name that no answer can hold": Example(
+        'a<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "hermes",
+        content='a<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    ),
+    "hermes, arguments in a string that no answer can hold": Example(
+        '<tool_call>{"name": "weather", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', "hermes",
+        made=[("weather", '{"a": "\ud800"}')],
+    ),
     "plain text": Example(" a < b <tool_call\n", "hermes", "qwen3", content=" a < b <tool_call\n"),
     "qwen3_coder": Example(f"I see.\n{CODER}\n{CODER}", "qwen3_coder", content="I see.", made=[CODER_MADE] * 2),
     "qwen3_coder without the outer tag": Example(

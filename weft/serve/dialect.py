@@ -159,8 +159,7 @@ class Dialect:
             _, frame = self._frame()
         if structure is not None:
             answer = structure_rule(structure)
-            if answer is None:
-                _check_alone(tools, thinking)
+            _check_alone(answer, tools, thinking)
             if answer is None or (frame is None and thinking is None):
                 return None
         calls, parallel = (None, False) if tools is None else (tools.called, tools.parallel)
@@ -200,9 +199,9 @@ def _named(name: str | None, by_template: str | None) -> str | None:
     return by_template if name is None else None if name == NONE else ALIASES.get(name, name)
 
 
-def _check_alone(tools: Tools | None, thinking: Thinking | None) -> None:
-    """BadField where a request's own grammar has tools or reasoning beside it."""
-    if tools is not None or (thinking is not None and thinking.opened):
+def _check_alone(answer: str | None, tools: Tools | None, thinking: Thinking | None) -> None:
+    """BadField where a request's own grammar has tools or reasoning beside it. answer: else, a rule."""
+    if answer is None and (tools is not None or (thinking is not None and thinking.opened)):
         raise BadField(
             "structured_outputs.grammar cannot stand beside tools or after reasoning; send json, regex or choice",
             "structured_outputs",

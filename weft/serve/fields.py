@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,12 +121,7 @@ class Asked:
     def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
         """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
         given = given_of(body)
-        own = OF_CHAT if chat else OF_COMPLETIONS
-        for name, value in given.items():
-            if (kind := NOT_OF_THE_MODEL.get(name)) is not None:
-                checked(name, of_type(kind), value)
-            elif name not in own and name not in SAMPLING:
-                refuse(name, value, UNSUPPORTED)
+        _check_names(given, OF_CHAT if chat else OF_COMPLETIONS)
         stream = checked("stream", check_bool, given.get("stream", False))
         needed = "messages" if chat else "prompt"
         if needed not in given:
@@ -149,6 +144,15 @@ class Asked:
             return_token_ids=checked("return_token_ids", check_bool, given.get("return_token_ids", False)),
             **(_of_chat(given) if chat else {}),
         )
+
+
+def _check_names(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """BadField for a field that is unknown or not supported. own: names of the path's fields."""
+    for name, value in given.items():
+        if (kind := NOT_OF_THE_MODEL.get(name)) is not None:
+            checked(name, of_type(kind), value)
+        elif name not in own and name not in SAMPLING:
+            refuse(name, value, UNSUPPORTED)
 
 
 def _of_chat(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,31 +196,50 @@ class Text:
         first = yield from self.blanks()
         if not first or first in "]},:<":
             return False
-        bare = first not in '"[{'  # a number or word, which ends before the next mark or blank
-        depth, quoted, escaped = 0, False, False
+        scan = Scan(first)
         while True:
-            for at, letter in enumerate(self.rest):
-                if escaped:
-                    escaped = False
-                elif quoted:
-                    escaped, quoted = letter == "\\", letter != '"'
-                elif bare and (letter in BLANKS or letter in ",]}:<"):
-                    pass_on(self.skip(at))
-                    return True
-                elif letter == '"':
-                    quoted = True
-                elif letter in "[{":
-                    depth += 1
-                elif letter in "]}":
-                    depth -= 1
-                if not (depth or quoted or bare):
-                    pass_on(self.skip(at + 1))
-                    return True
-            if self.rest:
-                pass_on(self.skip(len(self.rest)))
+            end = scan.end_in(self.rest)
+            pass_on(self.skip(len(self.rest) if end is None else end))
+            if end is not None:
+                return True
             if self.ended:
-                return bare
+                return scan.bare
             yield
+
+
+class Scan:
+    """Place in a JSON value that arrives in pieces.
+
+    bare    a number or word, which ends before the next mark or blank
+    depth   of brackets
+    quoted  within a string; escaped: after a backslash there
+    """
+
+    def __init__(self, first: str) -> None:
+        self.bare = first not in '"[{'
+        self.depth, self.quoted, self.escaped = 0, False, False
+
+    def end_in(self, text: str) -> int | None:
+        """Number of characters up to the value's end; None: it goes on after this text."""
+        for at, letter in enumerate(text):
+            if self.bare and not self.quoted and (letter in BLANKS or letter in ",]}:<"):
+                return at
+            if self._is_closed_by(letter) and not self.bare:
+                return at + 1
+        return None
+
+    def _is_closed_by(self, letter: str) -> bool:
+        if self.escaped:
+            self.escaped = False
+        elif self.quoted:
+            self.escaped, self.quoted = letter == "\\", letter != '"'
+        elif letter == '"':
+            self.quoted = True
+        elif letter in "[{":
+            self.depth += 1
+        elif letter in "]}":
+            self.depth -= 1
+        return not (self.depth or self.quoted)
 
 
 def _begun(text: str, mark: str) -> int:
@@ -243,39 +262,45 @@ def call_object(text: Text, output: Output) -> Reading[bool]:
     """
     if (yield from text.begins("{")) is None:
         return False
-    begun, name = output.calls, ""
-    early: list[str] | None = None  # arguments before the name
-    while True:
-        key = yield from _string(text)
-        if key is None or (yield from text.begins(":")) is None:
-            return output.calls > begun
-        if key == "name" and not name:
-            name = yield from _string(text)
-            if not name:
-                return False
-            if early is not None:
-                output.call(name)
-                output.arguments(_plain("".join(early)))
-        elif key in ("arguments", "parameters") and early is None:
-            early = []
-            if not name:
-                complete = yield from text.value(early.append)
-            else:
-                output.call(name)
-                complete = yield from _arguments(text, output)
-            if not complete:
-                return output.calls > begun
-        elif key not in ("id", "type") or not (yield from text.value(lambda _: None)):
-            return output.calls > begun
-        mark = yield from text.begins((",", "}"))
-        if mark is None:
-            return output.calls > begun
-        if mark == "}":
-            break
-    if name and early is None:  # a function without arguments
-        output.call(name)
-        output.arguments("{}")
+    begun, call, mark = output.calls, _Call(text, output), ","
+    while mark == ",":
+        key, mark = (yield from _string(text)), None
+        if key is not None and (yield from text.begins(":")) is not None and (yield from call.member(key)):
+            mark = yield from text.begins((",", "}"))
+    if mark == "}":
+        call.end()
     return output.calls > begun
+
+
+class _Call:
+    """A call that `call_object` reads: its name, and its arguments where they stand before that."""
+
+    def __init__(self, text: Text, output: Output) -> None:
+        self._text, self._output = text, output
+        self._name: str | None = None
+        self._early: list[str] | None = None
+
+    def member(self, key: str) -> Reading[bool]:
+        """Read the value of a key. False where the object is no call, or ends."""
+        if key == "name" and self._name is None:
+            self._name = yield from _string(self._text)
+            if self._name and self._early is not None:
+                self._output.call(self._name)
+                self._output.arguments(_plain("".join(self._early)))
+            return bool(self._name)
+        if key in ("arguments", "parameters") and self._early is None:
+            self._early = []
+            if self._name is None:
+                return (yield from self._text.value(self._early.append))
+            self._output.call(self._name)
+            return (yield from _arguments(self._text, self._output))
+        return key in ("id", "type") and (yield from self._text.value(lambda _: None))
+
+    def end(self) -> None:
+        """Make the call of a function without arguments."""
+        if self._name is not None and self._early is None:
+            self._output.call(self._name)
+            self._output.arguments("{}")
 
 
 def _arguments(text: Text, output: Output) -> Reading[bool]:
@@ -292,18 +317,20 @@ def _plain(arguments: str) -> str:
     """Arguments that are a JSON object as text in a string, as that object; all else as it is."""
     try:
         inner = json.loads(arguments) if arguments.startswith('"') else None
-        return inner if isinstance(inner, str) and isinstance(json.loads(inner), dict) else arguments
+        return inner if isinstance(inner, str) and inner.encode() and isinstance(json.loads(inner), dict) else arguments
     except (ValueError, RecursionError):
         return arguments
 
 
 def _string(text: Text) -> Reading[str | None]:
-    """Read a JSON string. None where there is none."""
+    """Read a JSON string. None where there is none, and for half of a surrogate pair."""
     if (yield from text.blanks()) != '"':
         return None
     parts: list[str] = []
     yield from text.value(parts.append)
     try:
-        return json.loads("".join(parts))
+        value = json.loads("".join(parts))
+        value.encode()
+        return value
     except ValueError:
         return None

@@ -233,8 +233,8 @@ class EngineFlags:
 
 def passed_on() -> list[str]:
     """Flags that are options of the engine by the same names, with the same values."""
-    others = {"dtype", "expert_layout", "tune", "plan"}
-    return [one.name for one in fields(EngineFlags) if one.name in DEFAULTS and one.name not in others]
+    converted = {"dtype", "expert_layout", "tune", "plan"}
+    return [one.name for one in fields(EngineFlags) if one.name in DEFAULTS and one.name not in converted]
 
 
 class _Amount(ProgressColumn):

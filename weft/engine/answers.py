@@ -344,6 +344,25 @@ class Requests:
 
     def answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
         """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
+        self._check(params)
+        room = self._config.max_seq_len - len(ids)
+        return Answer(
+            prompt=ids,
+            params=params,
+            adapter=-1 if params.lora is None else list(self._config.lora).index(params.lora),
+            budget=room if params.max_tokens is None else min(params.max_tokens, room),
+            reads_all=params.prompt_logprobs is not None or params.pooling == "mean",
+            adjusted=self._adjusted(params),
+            ends=dict.fromkeys(params.stop_token_ids, "stop")
+            | ({} if params.ignore_eos else dict.fromkeys(self.ends, "eos")),
+            text=self._text_stream(params),
+            decode=self._token_text,
+            prompt_index=prompt,
+            index=index,
+        )
+
+    def _check(self, params: SamplingParams) -> None:
+        """ValueError for parameters that this engine cannot follow."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self._tokenizer is None:
@@ -355,25 +374,10 @@ class Requests:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if (largest := max(getattr(params, name) or (), default=0)) >= self._vocab_size:
                 raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {self._vocab_size - 1}")
-        adapters = list(self._config.lora or ())
+        adapters = self._config.lora or {}
         if params.lora is not None and params.lora not in adapters:
             listed = f"the adapters are {', '.join(adapters)}" if adapters else "this engine has no adapters"
             raise ValueError(f"lora={quoted(params.lora)} is not an adapter here; {listed}")
-        room = self._config.max_seq_len - len(ids)
-        return Answer(
-            prompt=ids,
-            params=params,
-            adapter=-1 if params.lora is None else adapters.index(params.lora),
-            budget=room if params.max_tokens is None else min(params.max_tokens, room),
-            reads_all=params.prompt_logprobs is not None or params.pooling == "mean",
-            adjusted=self._adjusted(params),
-            ends=dict.fromkeys(params.stop_token_ids, "stop")
-            | ({} if params.ignore_eos else dict.fromkeys(self.ends, "eos")),
-            text=self._text_stream(params),
-            decode=self._token_text,
-            prompt_index=prompt,
-            index=index,
-        )
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

@@ -157,25 +157,34 @@ class EngineConfig:
         from weft.parallel.step import check_page_size
 
         check_mode(self.mode)
-        check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
-        check_optional(check_bool, "fused", self.fused)
         check_optional(check_layout, "expert_layout", self.expert_layout)
+        check_optional(check_choice, "quantization", self.quantization, MADE)
+        check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
+        self._check_kinds()
+        self._make_plain()
+        check_page_size(self.page_size)
+        self._check_together()
+
+    def _check_kinds(self) -> None:
+        """ValueError for a flag, a path or a number that is none, or out of its range."""
+        for name in ("invariant", "prefix_caching", "cuda_graph", "warm_up", "warm_up_late"):
+            check_bool(name, getattr(self, name))
+        for name in ("fused", "context_parallel"):
+            check_optional(check_bool, name, getattr(self, name))
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_optional(check_instance, "tune_cache", self.tune_cache, (str, PathLike), "the path of a folder")
-        if self.lora is not None:
-            object.__setattr__(self, "lora", _adapters(self.lora))
         if not isinstance(self.tune, bool):
             check_number("tune", self.tune, 1, 86400, "in [1, 86400] seconds, True or False")
-        if self.tune and self.pipeline_parallel > 1:
-            raise ValueError(
-                f"tune with pipeline_parallel={self.pipeline_parallel}: a search is for one stage; leave out one"
-            )
-        check_optional(check_bool, "context_parallel", self.context_parallel)
-        check_bool("invariant", self.invariant)
-        for name in ("prefix_caching", "cuda_graph", "warm_up", "warm_up_late"):
-            check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        check_optional(check_choice, "quantization", self.quantization, MADE)
+        rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
+        check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
+        check_optional(check_int, "state_snapshot_bytes", self.state_snapshot_bytes, 0, 1 << 62)
+        check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
+        check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
+        check_optional(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 1e-9, 1, "in (0, 1]")
+
+    def _make_plain(self) -> None:
+        """Counts as Python's integers, and records of mappings. ValueError for values that are none."""
         counts = "chunk_tokens", "mixed_chunk_tokens", "max_batch", "pipeline_parallel", "microbatch_tokens"
         for name in (*counts, "state_snapshot_tokens"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
@@ -188,27 +197,24 @@ class EngineConfig:
         if not is_integer(self.page_size):  # 16.0 == 16
             raise ValueError(f"page_size={quoted(self.page_size)} is not an integer")
         object.__setattr__(self, "page_size", int(self.page_size))
-        check_page_size(self.page_size)
         if self.pages is not None and self.pages < 2:
             raise ValueError(f"pages={self.pages} is less than 2: page 0 is reserved for padding")
+        if self.lora is not None:
+            object.__setattr__(self, "lora", _adapters(self.lora))
         if self.speculative is not None:
             object.__setattr__(self, "speculative", SpeculativeConfig.of("speculative", self.speculative))
-            if self.pipeline_parallel > 1:
+
+    def _check_together(self) -> None:
+        """ValueError for options that exclude each other."""
+        for name, what in (("tune", "a search is"), ("speculative", "drafts are")):
+            if getattr(self, name) and self.pipeline_parallel > 1:
                 raise ValueError(
-                    f"speculative with pipeline_parallel={self.pipeline_parallel}: drafts are for one stage; leave out one"
+                    f"{name} with pipeline_parallel={self.pipeline_parallel}: {what} for one stage; leave out one"
                 )
-        rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
-        check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
         if self.invariant or self.mode == "invariant":
             self._check_invariant()
             object.__setattr__(self, "invariant", True)
             object.__setattr__(self, "mode", "invariant")
-        if self.state_snapshot_bytes is not None:
-            check_int("state_snapshot_bytes", self.state_snapshot_bytes, 0, 1 << 62)
-        check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
-        check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
-        if self.gpu_memory_utilization is not None:
-            check_number("gpu_memory_utilization", self.gpu_memory_utilization, 1e-9, 1, "in (0, 1]")
 
     def _check_invariant(self) -> None:
         """ValueError for an option whose sums have an order of their own."""

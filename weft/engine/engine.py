@@ -27,7 +27,7 @@ from weft.costs.gpu import agree
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig, plan_cache
-from weft.engine.followed import Measured
+from weft.engine.followed import Measured, ServingPlan
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -98,45 +98,26 @@ class Engine:
         config = EngineConfig.of(config, options)
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
-        self.measured: Measured | None = None
-        if config.plan is not None:
-            config.plan.check_model(sizes)
-            config.plan.check_gpu(team.caps.device_name)
-            config.plan.check_world_size(team.size)
-            self.measured = Measured(config.plan)
+        self.measured = None if config.plan is None else _measured(config.plan, sizes, team)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
-        if config.pipeline_parallel > 1 and sizes.linear_attention is not None:
-            raise ValueError(
-                f"pipeline_parallel={config.pipeline_parallel}: models with gated delta nets run in one stage; leave it out"
-            )
-        pipeline = Pipeline.of(team, config.pipeline_parallel, sizes.num_hidden_layers, config.microbatch_tokens)
+        pipeline = _pipeline(config, sizes, team)
         self.cache_plan = plan_cache(config, sizes, pipeline.stage.size, pipeline.stage.shape.nodes)
+        context_parallel = self.cache_plan.context_parallel
         if config.pages is not None:
-            check_cache(
-                sizes,
-                pipeline.stage,
-                E4M3 if config.kv_cache_dtype == "fp8" else config.dtype or sizes.dtype,
-                config.pages,
-                config.page_size,
-                layers=pipeline.layers,
-                context_parallel=self.cache_plan.context_parallel,
-            )
-        self.team, self.config, self.tokenizer, ends = team, config, None, frozenset()
-        self.defaults, warnings = SamplingParams(), []
-        no_text = "this model has no tokenizer"
+            dtype = E4M3 if config.kv_cache_dtype == "fp8" else config.dtype or sizes.dtype
+            pages = config.pages, config.page_size
+            check_cache(sizes, pipeline.stage, dtype, *pages, layers=pipeline.layers, context_parallel=context_parallel)
+        self.team, self.config = team, config
+        self.tokenizer = None if checkpoint is None else _tokenizer(checkpoint, sizes.vocab_size)
+        self.defaults, warnings, ends, no_text = SamplingParams(), [], frozenset(), "this model has no tokenizer"
         if checkpoint is not None:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
-            ends = checkpoint.eos_token_ids()
-            if has_tokenizer(checkpoint.directory):
-                self.tokenizer = load_tokenizer(checkpoint.directory)
-                _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
-            no_text = f"{checkpoint.directory} has no tokenizer.json"
+            ends, no_text = checkpoint.eos_token_ids(), f"{checkpoint.directory} has no tokenizer.json"
         self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, ends)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "quantization"
         options = {name: getattr(config, name) for name in names}
-        context_parallel = self.cache_plan.context_parallel
         self.model: Decoder = Decoder(
             sizes, pipeline.stage, layers=pipeline.layers, context_parallel=context_parallel, **options
         )
@@ -434,11 +415,32 @@ def _longest(max_seq_len: int | None, limit: int) -> int:
     return longest
 
 
-def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: int) -> None:
+def _measured(plan: ServingPlan, sizes: DecoderConfig, team: Team) -> Measured:
+    """Times beside a plan's. ValueError for another model, GPU or number of ranks than the plan's."""
+    plan.check_model(sizes)
+    plan.check_gpu(team.caps.device_name)
+    plan.check_world_size(team.size)
+    return Measured(plan)
+
+
+def _pipeline(config: EngineConfig, sizes: DecoderConfig, team: Team) -> Pipeline:
+    if config.pipeline_parallel > 1 and sizes.linear_attention is not None:
+        raise ValueError(
+            f"pipeline_parallel={config.pipeline_parallel}: models with gated delta nets run in one stage; leave it out"
+        )
+    return Pipeline.of(team, config.pipeline_parallel, sizes.num_hidden_layers, config.microbatch_tokens)
+
+
+def _tokenizer(checkpoint: Checkpoint, vocab_size: int) -> Tokenizer | None:
+    """Tokenizer of a checkpoint; None: it has none. CheckpointError for more tokens than the model's."""
+    if not has_tokenizer(checkpoint.directory):
+        return None
+    tokenizer = load_tokenizer(checkpoint.directory)
     if (size := tokenizer.get_vocab_size()) > vocab_size:
         raise CheckpointError(
             f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
         )
+    return tokenizer
 
 
 def _hit_tokens(answers: Sequence[Answer]) -> int:

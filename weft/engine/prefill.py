@@ -95,15 +95,21 @@ def prefill_eagerly(
         having = [chunk for chunk in chunks if chunk.targets]
         prompt_logprobs = _score(pipeline, having, None if logits is None else logits[len(last) :])
         logits = None if logits is None else logits[: len(last)]
-    chunks = [chunk for chunk in chunks if chunk.choose]
+    chosen = _choose(pipeline, [chunk for chunk in chunks if chunk.choose], logits, adjustments)
+    return Prefilled(*(chosen or (tokens[:0], None)), prompt_logprobs, vectors)
+
+
+def _choose(
+    pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None, adjustments: Adjustments | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Next tokens after these chunks, and their log-probabilities if asked for; None without chunks."""
     if not chunks:
-        return Prefilled(tokens[:0], None, prompt_logprobs, vectors)
-    params = [chunk.params for chunk in chunks]
+        return None
+    device, params = pipeline.team.device, [chunk.params for chunk in chunks]
     position = upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device)
     rows = upload(torch.tensor([chunk.slot for chunk in chunks]), device)
     choice = Choice.of_requests(params, position, adjustments=adjustments, rows=rows)
-    chosen = pipeline.choose(logits, choice, joint_kind(params))
-    return Prefilled(*chosen, prompt_logprobs, vectors)
+    return pipeline.choose(logits, choice, joint_kind(params))
 
 
 def _adapters_of(pipeline: Pipeline, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:

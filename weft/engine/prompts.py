@@ -228,21 +228,25 @@ class Prompts:
 
     def shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
-        if sum(len(chunk.tokens) for chunk in chunks) > self._pipeline.most_uncut or self.attends_in_parts(chunks):
+        tokens = sum(len(chunk.tokens) for chunk in chunks)
+        if tokens > self._pipeline.most_uncut or self.attends_in_parts(chunks):
             return None
-        if self._pipeline.model.has_states and not self._states_fit(sum(len(chunk.tokens) for chunk in chunks)):
+        if self._pipeline.model.has_states and not self._states_fit(tokens):
             return None
         shape = shape_of_new(chunks)
         if shape in self._warm or not self._pipeline.model.prefills_in_kernels:
             return shape  # unfused attention takes its sequence lengths from the host
         if self._graphs.warm:
-            tokens = sum(len(chunk.tokens) for chunk in chunks)
-            entries = 0 if self.gathering is None else self.gathering.entries(chunks)
-            ragged = (shape for shape in self._warm if shape.length is None)
-            large = (shape for shape in ragged if shape.tokens >= tokens and shape.batch >= len(chunks))
-            fitting = (shape for shape in large if shape.entries >= entries)
-            return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
+            return self._warm_shape_of(chunks, tokens)
         return shape or ragged_shape_of(chunks, self.max_batch, self.gathering)
+
+    def _warm_shape_of(self, chunks: Sequence[PrefillChunk], tokens: int) -> Shape | None:
+        """Smallest captured shape of any lengths that holds these chunks, of `tokens` tokens."""
+        entries = 0 if self.gathering is None else self.gathering.entries(chunks)
+        ragged = (shape for shape in self._warm if shape.length is None)
+        large = (shape for shape in ragged if shape.tokens >= tokens and shape.batch >= len(chunks))
+        fitting = (shape for shape in large if shape.entries >= entries)
+        return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
 
     def _states_fit(self, tokens: int) -> bool:
         """True if a pass of a model with states may have a graph."""

@@ -63,17 +63,12 @@ class Placement:
         world_size = check_optional(positive, "world_size", world_size)
         if config.plan is not None:
             world_size = config.plan.check_world_size(world_size)
-        started = coordinates() if device != "sim" else None
-        if started is not None and world_size not in (None, started.world_size):
-            raise ValueError(
-                f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
-            )
         source = model
         if not isinstance(model, DecoderConfig):
             source = BUILTIN if model is None else find_checkpoint(model)
         gpus = torch.cuda.device_count()
-        if started is not None:
-            _check_started(started, gpus)
+        if device != "sim" and (started := coordinates()) is not None:
+            _check_started(started, world_size, gpus)
             return cls(source=source, world_size=started.world_size, device="cuda", torchrun=True)
         simulated = is_simulated(world_size, device)
         world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
@@ -102,8 +97,10 @@ class Placement:
         return sizes.max_position_embeddings
 
 
-def _check_started(started: Coordinates, gpus: int) -> None:
-    """WeftError for a rank of torchrun without a GPU."""
+def _check_started(started: Coordinates, world_size: int | None, gpus: int) -> None:
+    """ValueError for another world_size than torchrun's; WeftError for its rank without a GPU."""
+    if world_size not in (None, started.world_size):
+        raise ValueError(f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out")
     if gpus <= started.local_rank and not on_virtual_rank():
         raise WeftError(
             f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "

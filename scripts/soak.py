@@ -1,7 +1,7 @@
 """Soak of a server in one command: it starts one, sends requests with tools, grammars and cancels, and ends it.
 
     python scripts/soak.py --world-size 2 --requests 2000 --seconds 90        # on GPUs
-    python scripts/soak.py --device sim --world-size 1 --requests 20
+    python scripts/soak.py --device sim --world-size 1 --requests 200 --seconds 300    # without a GPU, some two minutes
 
 The server has the model of tests/serve/talking.py, which adds. Needs fastapi, uvicorn, prometheus-client, llguidance, openai.
 Exit status 0 and a line with the number of requests of each kind, if all answers are right and the server ends with status 0;

@@ -1,15 +1,14 @@
-"""OpenAI's API over an AsyncLLM: answers whole and as streams, errors."""
+"""State of a server over an AsyncLLM: requests in, responses whole or as streams, errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -21,16 +20,13 @@ from weft.engine.async_llm import AsyncLLM
 from weft.engine.params import SamplingParams, derived
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
-from weft.serve import logprobs
 from weft.serve.checks import BadField
-from weft.serve.choices import REASONS, Choices
+from weft.serve.choices import Choices
 from weft.serve.dialect import Dialect
-from weft.serve.echo import Echo
 from weft.serve.fields import Asked
 from weft.serve.metrics import Metrics
 from weft.serve.options import ServeOptions
-from weft.serve.parsing.reading import Delta
-from weft.serve.reply import Reply, delta_of, message_of
+from weft.serve.reply import Reply
 from weft.text.tokenizer import TokenBytes
 
 LONG_BODY_BYTES = 1 << 16
@@ -241,44 +237,6 @@ class EventStream(StreamingResponse):
             self._end()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Names by which an endpoint's answers differ.
-
-    whole, part  one choice as JSON: of an answer, from all its deltas; of a stream, from new ones
-    first        JSON of a choice before its first piece; None: there is none
-    logprobs     JSON of the log-probabilities of pieces, by (pieces, likeliest tokens, bytes of tokens)
-    """
-
-    prefix: str
-    object: str
-    chunk: str
-    whole: Callable[[Sequence[Delta]], dict[str, Any]]
-    part: Callable[[Sequence[Delta]], dict[str, Any]]
-    first: dict[str, Any] | None
-    logprobs: Callable[[list[Piece], int, TokenBytes | None], dict[str, Any]]
-
-
-CHAT = Shape(
-    prefix="chatcmpl",
-    object="chat.completion",
-    chunk="chat.completion.chunk",
-    whole=lambda deltas: {"message": message_of(deltas)},
-    part=lambda deltas: {"delta": delta_of(deltas)},
-    first={"delta": {"role": "assistant", "content": ""}},
-    logprobs=logprobs.of_chat,
-)
-COMPLETION = Shape(
-    prefix="cmpl",
-    object="text_completion",
-    chunk="text_completion",
-    whole=lambda deltas: {"text": _text(deltas)},
-    part=lambda deltas: {"text": _text(deltas)},
-    first=None,
-    logprobs=logprobs.of_completion,
-)
-
-
 def check_model(service: Service, name: str | None) -> None:
     """ApiError for a model that is not served; None: any."""
     served = [service.options.model_name, *service.adapters]
@@ -321,28 +279,36 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-async def answer_to(service: Service, request: Request, shape: Shape) -> Response:
-    """Response to a request to complete a conversation or prompts."""
-    asked = await read(service, request, lambda body: Asked.of(body, shape is CHAT, service.llm.defaults))
+class Answering(Protocol):
+    """An answer while it arrives, as a path of the API sends it."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Response once the answer has ended. ApiError where it ends by an error."""
+        ...
+
+    def events(self) -> AsyncIterator[str]:
+        """Server-sent events of the answer as it grows, an error among them."""
+        ...
+
+
+async def respond(
+    service: Service, request: Request, asked: Asked, answer_id: str, begin: Callable[[Choices], Answering]
+) -> Response:
+    """Response to what is asked, whole or as a stream; `begin` is called with the accepted answer."""
     check_model(service, asked.model)
-    answer_id = f"{shape.prefix}-{secrets.token_hex(12)}"
     try:
-        answer = await unless_left(
-            request, asyncio.create_task(service.unless_stopped(service.choices(asked, answer_id)))
-        )
+        work = service.unless_stopped(service.choices(asked, answer_id))
+        answer = await unless_left(request, asyncio.create_task(work))
     except Exception as error:
         raise service.failure(error) from None
     if answer is None:
         return Response(status_code=CLIENT_LEFT)
-    head = {"id": answer_id, "created": int(time.time()), "model": asked.model or service.options.model_name}
+    answering = begin(answer)
     if asked.stream:
-        events = _events(service, answer, asked, shape, {**head, "object": shape.chunk})
-        return EventStream(events, lambda: service.end(answer))
+        return EventStream(answering.events(), lambda: service.end(answer))
     try:
-        choices = await unless_left(request, asyncio.create_task(_whole(service, answer, asked, shape)))
-        if choices is None:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": _usage(answer, asked)})
+        whole = await unless_left(request, asyncio.create_task(answering.whole()))
+        return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)
     except Exception as error:
         raise service.failure(error) from None
     finally:
@@ -365,107 +331,9 @@ async def unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
         work.cancel()
 
 
-async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, Any]]:
-    """Choices of an answer that is sent at once."""
-    pieces: list[list[Piece]] = [[] for _ in answer.choices]
-    async for index, arrived in answer.arrivals():
-        check_pieces(arrived)
-        pieces[index] += arrived
-    choices = []
-    for index, ones in enumerate(pieces):
-        prompt = answer.choices[index].request.prompt
-        reply = service.reply(asked, prompt)
-        choice = _choice(service, index, shape, shape.whole(reply.push(ones)), ones, asked, reply)
-        if asked.echo:
-            choice = await _echoed(service, answer, asked, index, choice, ones[0])
-        if asked.return_token_ids:
-            choice["prompt_token_ids"] = list(prompt)
-        choices.append(choice)
-    return choices
-
-
-async def _events(
-    service: Service, answer: Choices, asked: Asked, shape: Shape, head: dict[str, Any]
-) -> AsyncIterator[str]:
-    """Events of an answer that is sent as it grows, an error among them."""
-    rest = {"usage": None} if asked.include_usage else {}
-
-    def event(choices: list[dict[str, Any]]) -> str:
-        return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
-
-    try:
-        replies = [service.reply(asked, choice.request.prompt) for choice in answer.choices]
-        for index in range(len(answer.choices) if shape.first else 0):
-            yield event([_choice(service, index, shape, shape.first, [], asked)])
-        unbegun = {*range(len(answer.choices))} if asked.echo else set()
-        async for index, pieces in answer.arrivals():
-            reply = replies[index]
-            deltas = reply.push(pieces)
-            says_tokens = asked.return_token_ids or asked.params.logprobs is not None
-            if not (deltas or says_tokens or pieces[-1].finish_reason):
-                continue
-            choice = _choice(service, index, shape, shape.part(deltas), pieces, asked, reply)
-            if index in unbegun:
-                unbegun.remove(index)
-                choice = await _echoed(service, answer, asked, index, choice, pieces[0])
-            yield event([choice])
-            check_pieces(pieces)
-        if asked.include_usage:
-            rest = {"usage": _usage(answer, asked)}
-            yield event([])
-    except Exception as error:
-        yield f"data: {as_json(service.failure(error).content)}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-async def _echoed(
-    service: Service, answer: Choices, asked: Asked, index: int, choice: dict[str, Any], first: Piece
-) -> dict[str, Any]:
-    """JSON of a choice with its prompt before it."""
-    tokens, prompt = answer.choices[index].request.prompt, asked.prompts[index // asked.n]
-    # In a thread, since a long prompt takes a while.
-    echo = await asyncio.to_thread(Echo.of, prompt, tokens, asked.params, service.llm.tokenizer)
-    return echo.begin(choice, first, asked.params.logprobs, service.token_bytes)
-
-
-def _usage(answer: Choices, asked: Asked) -> dict[str, int]:
-    """Tokens of prompts and answers."""
-    usage = answer.usage()
-    if asked.prompt_only:
-        return {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-    return usage
-
-
 def check_pieces(pieces: list[Piece]) -> None:
     """ApiError if an error has ended the answer of these pieces: it ends the response, as vLLM's do."""
     if (error := pieces[-1].error) is not None:
         if not error.of_request:
             logger.error("a request failed: %s", error.message)
         raise ApiError(400 if error.of_request else 500, error.message)
-
-
-def _text(deltas: Sequence[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def _choice(
-    service: Service,
-    index: int,
-    shape: Shape,
-    content: dict[str, Any],
-    pieces: list[Piece],
-    asked: Asked,
-    reply: Reply | None = None,
-) -> dict[str, Any]:
-    """JSON of a choice, or of its newest pieces. reply: which read them."""
-    choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
-    if pieces:
-        choice["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
-        if choice["finish_reason"] == "stop" and reply is not None and reply.called:
-            choice["finish_reason"] = "tool_calls"
-        pieces = [piece for piece in pieces if piece.token_id is not None and not asked.prompt_only]
-        if asked.params.logprobs is not None:
-            choice["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)
-        if asked.return_token_ids:
-            choice["token_ids"] = [piece.token_id for piece in pieces]
-    return choice

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from weft.engine.answers import Piece
 from weft.serve import logprobs
-from weft.serve.app import (
-    CLIENT_LEFT,
-    ApiError,
-    EventStream,
-    Service,
-    as_json,
-    check_model,
-    check_pieces,
-    read,
-    unless_left,
-)
+from weft.serve.app import ApiError, Service, as_json, check_pieces, read, respond
 from weft.serve.choices import Choices
 from weft.serve.parsing.reading import Delta
 from weft.serve.response_fields import AskedResponse
@@ -36,25 +25,10 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 async def responses(service: Service, request: Request) -> Response:
     """Response to input items, whole or as a stream of events."""
     asked = await read(service, request, lambda body: AskedResponse.of(body, service.llm.defaults))
-    check_model(service, asked.asked.model)
     response_id = f"resp_{secrets.token_hex(24)}"
-    try:
-        work = service.unless_stopped(service.choices(asked.asked, response_id))
-        answer = await unless_left(request, asyncio.create_task(work))
-    except Exception as error:
-        raise service.failure(error) from None
-    if answer is None:
-        return Response(status_code=CLIENT_LEFT)
-    response = Growing(service, asked, answer, response_id)
-    if asked.asked.stream:
-        return EventStream(response.events(), lambda: service.end(answer))
-    try:
-        whole = await unless_left(request, asyncio.create_task(response.whole()))
-        return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)
-    except Exception as error:
-        raise service.failure(error) from None
-    finally:
-        service.end(answer)
+    return await respond(
+        service, request, asked.asked, response_id, lambda answer: Growing(service, asked, answer, response_id)
+    )
 
 
 class Growing:

@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect
 import weft
 from weft.arguments import shortened
 from weft.serve import tokens
-from weft.serve.app import CHAT, CLIENT_LEFT, COMPLETION, ApiError, Service, answer_to, check_model
+from weft.serve.app import CLIENT_LEFT, ApiError, Service, check_model
 from weft.serve.checks import BadField
+from weft.serve.completions import CHAT, COMPLETION, complete
 from weft.serve.embeddings import embeddings
 from weft.serve.responses import responses
 
@@ -29,11 +30,11 @@ def create_app(service: Service) -> FastAPI:
 
     @api.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer_to(service, request, CHAT)
+        return await complete(service, request, CHAT)
 
     @api.post("/completions")
     async def completions(request: Request) -> Response:
-        return await answer_to(service, request, COMPLETION)
+        return await complete(service, request, COMPLETION)
 
     @api.post("/responses")
     async def response(request: Request) -> Response:

@@ -28,6 +28,10 @@ from weft.text.tokenizer import load_tokenizer
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
 Pieces = Generator[Piece, None, None]
+# Arguments of calls: one for all prompts, or one for each.
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Message] | Sequence[Sequence[Message]]
 # Takes the statistics of an answer that has been drawn to its end.
 Keep = Callable[[Stats], None]
 
@@ -174,9 +178,7 @@ class LLM:
             with VirtualRanks.turn:  # errors and warnings come now
                 launch(partial(_build, make), self.world_size, "sim", heap_bytes=heap_bytes)
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate a completion for each prompt, in order, or n completions if `params` say so.
 
         prompts  text or lists of token ids
@@ -188,9 +190,7 @@ class LLM:
         prompts = as_prompts(prompts)
         return join_pieces(self._ask(prompts, params), len(prompts))
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Generator[Piece, None, None]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Pieces:
         """Yield pieces as tokens arrive; arguments as in `generate`.
 
         Closing or dropping the generator stops the answer with the step that runs, and `stats` stay as they were.
@@ -201,11 +201,7 @@ class LLM:
         return self._ask(as_prompts(prompts), params)
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, params: Params = None, *, variables: Mapping[str, Any] | None = None
     ) -> list[Completion]:
         """Generate the assistant's answers to one conversation or several, by the checkpoint's chat template.
 
@@ -215,18 +211,12 @@ class LLM:
         return self.generate(self._rendered(messages, variables), params)
 
     def stream_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Generator[Piece, None, None]:
+        self, messages: Messages, params: Params = None, *, variables: Mapping[str, Any] | None = None
+    ) -> Pieces:
         """Yield the pieces of these answers as tokens arrive, as `stream` does; arguments as in `chat`."""
         return self.stream(self._rendered(messages, variables), params)
 
-    def _ask(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Generator[Piece, None, None]:
+    def _ask(self, prompts: list[Prompt], params: Params) -> Pieces:
         if self._closed:
             raise llm_closed()
         if params is None or isinstance(params, SamplingParams):
@@ -242,14 +232,12 @@ class LLM:
         self._ranks = ranks = self._virtual(calls.take)
         return calls.ask(requests, self._keep)
 
-    def _answer_on_rank(self, engine: Engine, pieces: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
+    def _answer_on_rank(self, engine: Engine, pieces: Pieces) -> Pieces:
         """Yield the pieces on every rank of torchrun. No step runs before its pieces are drawn."""
         yield from pieces
         self._keep(engine.stats)
 
-    def _rendered(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None
-    ) -> list[list[int]]:
+    def _rendered(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[list[int]]:
         """Prompt of each conversation, as token ids."""
         if not messages:
             raise ValueError("messages is empty; pass at least one")

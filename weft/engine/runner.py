@@ -19,10 +19,7 @@ from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
 from weft.engine.snapshots import SNAPSHOT_SHARE, Copies, places_beside
-from weft.engine.speculation.draft_model import ModelDrafter
-from weft.engine.speculation.hidden import HiddenDrafter
-from weft.engine.speculation.loading import Draft
-from weft.engine.speculation.ngram import NgramDrafter
+from weft.engine.speculation.loading import Draft, drafter_of
 from weft.engine.speculation.verify import Verify, VerifyGraph
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
@@ -81,21 +78,10 @@ class Runner:
         self.graphs = Graphs(self.team)
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.verifying: VerifyGraph | None = None
-        self._draft_lengths: list[int] = []
         self._late: list[tuple[int | Verify | Shape | Turn, Kind]] = []  # graphs to capture beside steps
         if (speculative := config.speculative) is not None:
-            places = slots, self.tokens, max_seq_len
-            if draft is None:
-                looked_up = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-                drafter = NgramDrafter(*places, *looked_up, fused=model.runs_kernels)
-            elif isinstance(draft, Decoder):
-                drafter = ModelDrafter(draft, *places, config.page_size)
-            else:
-                rows = max(self.prompts.most_rows, self.max_batch * (speculative.num_speculative_tokens + 1))
-                drafter = HiddenDrafter(draft, model, slots, self.tokens, config.page_size, rows)
-            most, synthetic = speculative.num_speculative_tokens, speculative.synthetic_acceptance_length
-            self.verifying = VerifyGraph(self.decoding, drafter, most, synthetic)
-            self._draft_lengths = speculative.lengths
+            drafter = drafter_of(draft, speculative, self.decoding, max_seq_len, self.prompts.most_rows)
+            self.verifying = VerifyGraph(self.decoding, drafter, speculative)
         self.snapshots = 0
         if before_cache is not None:
             self._allocate(2)
@@ -182,7 +168,7 @@ class Runner:
         """Decode steps of `batch` slots: with speculation one for each number of drafts, the largest first."""
         if self.verifying is None:
             return [batch]
-        return [Verify(batch, length) for length in reversed(self._draft_lengths)]
+        return [Verify(batch, length) for length in reversed(self.verifying.lengths)]
 
     def _warm_flights(self) -> list[Turn]:
         """First turn of a decode step in flight for each bucket, which stands for all; the largest first."""

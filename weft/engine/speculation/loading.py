@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.speculation.draft_model import ModelDrafter
+from weft.engine.speculation.hidden import HiddenDrafter
+from weft.engine.speculation.ngram import NgramDrafter
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.eagle3 import Eagle3, Eagle3Config
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from weft.engine.config import EngineConfig
+    from weft.engine.graphs import DecodeGraph
+    from weft.engine.speculation.drafting import Drafter
+    from weft.engine.speculation.options import SpeculativeConfig
 
 Draft = Decoder | Eagle3 | Mtp
 
@@ -50,6 +56,23 @@ def load_draft(
     name = f"speculative: model={source.directory}"
     check_same_tokens(name, source, tokenizer)
     return load(name, source, model, config)
+
+
+def drafter_of(
+    draft: Draft | None, options: SpeculativeConfig, decoding: DecodeGraph, max_seq_len: int, rows: int
+) -> Drafter:
+    """Drafter for the batch slots of `decoding`; without a draft by look-up.
+
+    rows  of the model's longest pass of prompts
+    """
+    model, slots, newest = decoding.pipeline.model, decoding.slots, decoding.tokens
+    if draft is None:
+        looked_up = options.prompt_lookup_min, options.prompt_lookup_max
+        return NgramDrafter(slots, newest, max_seq_len, *looked_up, fused=model.runs_kernels)
+    if isinstance(draft, Decoder):
+        return ModelDrafter(draft, slots, newest, max_seq_len, decoding.page_size)
+    rows = max(rows, len(newest) * (options.num_speculative_tokens + 1))
+    return HiddenDrafter(draft, model, slots, newest, decoding.page_size, rows)
 
 
 def check_same_tokens(name: str, source: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -25,6 +25,7 @@ from weft.engine.params import Kind
 from weft.engine.pipeline import Pass
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.speculation.drafting import Drafter
+from weft.engine.speculation.options import SpeculativeConfig
 from weft.ops.vocab.accept_drafts import accept
 
 
@@ -43,14 +44,15 @@ class VerifyGraph:
               column but one, the number of drafts in the last one
     drafts    [max_batch, most drafts] int64, of the step that runs; -1: none
     logprobs  [max_batch, most drafts + 1, WIDTH] fp32: rows of weft.engine.sampling, of slots that ask for them
+    lengths   numbers of drafts of a slot that a step may have, of which `most` is the largest
 
     Collective. It reads and writes tensors at fixed addresses only.
     """
 
-    def __init__(self, graph: DecodeGraph, drafter: Drafter, most: int, synthetic: float | None = None) -> None:
-        """`most`: drafts of a slot; `synthetic`: synthetic_acceptance_length."""
-        self._synthetic = synthetic
-        self.graph, self.drafter, self.most = graph, drafter, most
+    def __init__(self, graph: DecodeGraph, drafter: Drafter, options: SpeculativeConfig) -> None:
+        self.graph, self.drafter, self.lengths = graph, drafter, options.lengths
+        self.most = most = options.num_speculative_tokens
+        self._synthetic = options.synthetic_acceptance_length
         max_batch, device = len(graph.tokens), graph.tokens.device
         self.results = torch.zeros(max_batch, most + 3, dtype=torch.int64, device=device)
         self.drafts = torch.full((max_batch, most), -1, dtype=torch.int64, device=device)

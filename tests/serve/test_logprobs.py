@@ -6,7 +6,7 @@ import math
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.engine.test_token_bytes import byte_fallback, byte_level
+from tests.text.test_token_bytes import byte_fallback, byte_level
 from weft.engine.answers import Answer, Logprob, Piece
 from weft.engine.params import MOST_LOGPROBS, SamplingParams
 from weft.serve.app import as_json

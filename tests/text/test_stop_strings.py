@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import decoders
 
-from tests.engine.test_prompt_length import of_bytes
+from tests.text.test_prompt_length import of_bytes
 from weft.engine import SamplingParams
 from weft.engine.params import MOST_BAD_WORDS, MOST_CHARACTERS, MOST_STOPS
 from weft.text.stream import StopStrings, TextStream, token_texts

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from weft.engine import EngineConfig
 
 
+MODEL = (
+    "Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
+    "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
     """Flags of a model and its engine."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
-            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
-        ),
-    ] = None
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None
     world_size: Annotated[
         int | None, typer.Option(*WORLD_SIZE, help="Number of ranks [default: all GPUs, or 4 simulated ones]")
     ] = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.arguments import quoted
-from weft.cli.engine_flags import EngineFlags, starting
+from weft.cli.engine_flags import MODEL, EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
 from weft.runtime.environment import coordinates, visible_gpus
@@ -30,13 +30,7 @@ ENGINES_LOAD = *RANKS_LOAD, "weft.engine.loop", "weft.engine.engine"
 class ServeFlags(EngineFlags):
     """Flags of `weft serve`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
-            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
-        ),
-    ] = None
+    model: Annotated[str | None, typer.Argument(help=MODEL)] = None
     warm_up: Annotated[
         bool,
         typer.Option(

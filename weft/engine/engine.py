@@ -16,13 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from weft.arguments import (
-    check_bool,
-    check_callable,
-    check_instance,
-    check_optional,
-    quoted,
-)
+from weft.arguments import check_bool, check_callable, check_instance, check_optional, quoted
 from weft.costs.gpu import agree
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
@@ -356,7 +350,7 @@ class Engine:
             prompt_tokens=sum(len(answer.prompt) for answer in answers),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
-            hit_tokens=_hit_tokens(answers),
+            hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
             speculation=None if drafted is None else self.batch.speculation.since(drafted),
         )
 
@@ -441,11 +435,6 @@ def _tokenizer(checkpoint: Checkpoint, vocab_size: int) -> Tokenizer | None:
             f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
         )
     return tokenizer
-
-
-def _hit_tokens(answers: Sequence[Answer]) -> int:
-    """Tokens of prompts whose keys and values were cached."""
-    return sum(answer.hit_tokens or 0 for answer in answers)
 
 
 def _drained(pieces: list[Piece]) -> list[Piece]:

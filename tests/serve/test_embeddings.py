@@ -73,6 +73,23 @@ def test_inputs_of_several_groups_come_in_order(client):
     assert max(abs(numpy.subtract(many.data[0].embedding, many.data[299].embedding))) < 1e-2
 
 
+def test_vectors_are_written_beside_the_loop_of_streams(client, served, monkeypatch):
+    """JSON of a million numbers takes a second."""
+    import threading
+
+    from weft.serve import embeddings
+
+    threads, vector = [], embeddings.unit_vector
+
+    def written(*given):
+        threads.append(threading.get_ident())
+        return vector(*given)
+
+    monkeypatch.setattr(embeddings, "unit_vector", written)
+    assert len(client.embeddings.create(model="adder", input=TEXTS).data) == len(TEXTS) == len(threads)
+    assert served.thread.ident not in threads
+
+
 def test_inputs_are_submitted_as_few_at_a_time_as_the_server_holds():
     """More of them than it holds would be refused whenever they come."""
     import asyncio

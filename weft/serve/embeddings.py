@@ -89,13 +89,18 @@ async def embeddings(service: Service, request: Request) -> Response:
     if got is None:
         return Response(status_code=CLIENT_LEFT)
     vectors, tokens = got
-    data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, asked)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    model = asked.model or service.options.model_name
-    return JSONResponse({"id": answer_id, "object": "list", "data": data, "model": model, "usage": usage})
+
+    def response() -> Response:
+        data = [
+            {"object": "embedding", "index": index, "embedding": _written(vector, asked)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        model = asked.model or service.options.model_name
+        return JSONResponse({"id": answer_id, "object": "list", "data": data, "model": model, "usage": usage})
+
+    # In a thread, since a million numbers take a second to write, and would hold up streams.
+    return await asyncio.to_thread(response)
 
 
 async def _vectors(service: Service, asked: AskedVectors, pooling: str, answer_id: str) -> tuple[list[bytes], int]:

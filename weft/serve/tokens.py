@@ -27,18 +27,22 @@ async def tokenize(service: Service, request: Request) -> Response:
     given = await read(service, request, _tokenized_fields)
     check_model(service, given.get("model"))
     tokenizer = _tokenizer(service)
+
+    def response(ids: list[int] | None) -> Response:
+        if ids is None:
+            ids = token_ids_of(tokenizer, "prompt", given["prompt"], special=given.get("add_special_tokens", True))
+        names = [tokenizer.id_to_token(one) for one in ids] if given.get("return_token_strs") else None
+        return JSONResponse(
+            {"count": len(ids), "max_model_len": service.llm.max_seq_len, "tokens": ids, "token_strs": names}
+        )
+
     try:
+        ids = None
         if "messages" in given:
-            ids = list(await service.chat_prompt(given["messages"], given.get("chat_template_kwargs")))
-        else:
-            special = given.get("add_special_tokens", True)
-            ids = await asyncio.to_thread(token_ids_of, tokenizer, "prompt", given["prompt"], special=special)
+            ids = await service.chat_prompt(given["messages"], given.get("chat_template_kwargs"))
+        return await asyncio.to_thread(response, ids)  # a long text takes a while, and would hold up streams
     except ValueError as error:
         raise BadField(str(error)) from None
-    names = [tokenizer.id_to_token(one) for one in ids] if given.get("return_token_strs") else None
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": service.llm.max_seq_len, "tokens": ids, "token_strs": names}
-    )
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -47,11 +51,14 @@ async def detokenize(service: Service, request: Request) -> Response:
     check_model(service, given.get("model"))
     tokenizer = _tokenizer(service)
     most = tokenizer.get_vocab_size() - 1
-    for index, token in enumerate(given["tokens"]):
-        if not 0 <= token <= most:
-            raise BadField(f"tokens[{index}]={quoted(token)} is a token id outside 0 .. {most}", "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, given["tokens"], skip_special_tokens=False)
-    return JSONResponse({"prompt": text})
+
+    def response() -> Response:
+        for index, token in enumerate(given["tokens"]):
+            if not 0 <= token <= most:
+                raise BadField(f"tokens[{index}]={quoted(token)} is a token id outside 0 .. {most}", "tokens")
+        return JSONResponse({"prompt": tokenizer.decode(given["tokens"], skip_special_tokens=False)})
+
+    return await asyncio.to_thread(response)
 
 
 def _tokenizer(service: Service) -> Tokenizer:

@@ -308,7 +308,10 @@ async def respond(
         return EventStream(answering.events(), lambda: service.end(answer))
     try:
         whole = await unless_left(request, asyncio.create_task(answering.whole()))
-        return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)
+        if whole is None:
+            return Response(status_code=CLIENT_LEFT)
+        scored = asked.params.logprobs is not None
+        return await asyncio.to_thread(JSONResponse, whole) if scored else JSONResponse(whole)
     except Exception as error:
         raise service.failure(error) from None
     finally:

@@ -96,7 +96,10 @@ class Completing:
         for index, ones in enumerate(pieces):
             prompt = self._answer.choices[index].request.prompt
             reply = self._service.reply(self._asked, prompt)
-            choice = self._choice(index, self._shape.whole(reply.push(ones)), ones, reply)
+            given = index, self._shape.whole(reply.push(ones)), ones, reply
+            # In a thread with log-probabilities, of which a long answer has many; a thread takes longer than a short one.
+            scored = self._asked.params.logprobs is not None
+            choice = await asyncio.to_thread(self._choice, *given) if scored else self._choice(*given)
             if self._asked.echo:
                 choice = await self._echoed(index, choice, ones[0])
             if self._asked.return_token_ids:

@@ -25,16 +25,7 @@ from weft.costs import fitted, pushes
 from weft.costs.choice import least
 from weft.costs.gpu import gpu_of
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import (
-    COLUMNS,
-    Fp8,
-    RowFormat,
-    check_e4m3,
-    empty_rows,
-    fp8_of,
-    quantized_parts,
-    rows_argument,
-)
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, check_e4m3, empty_rows, fp8_of, quantized_parts, rows_argument
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
 from weft.ops.collectives import all_reduce, cases
@@ -61,10 +52,7 @@ from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import LINE_BYTES, PushPlan
-from weft.transport.push import (
-    launch,
-    slots_of,
-)
+from weft.transport.push import launch, slots_of
 
 MAX_ROW_BYTES = 65536
 CASES_EPS = 1e-6
@@ -283,7 +271,19 @@ class AllReduceRMSNorm(Op):
         return self.run(self.plan_of(residual, members, algorithm), members, x, residual, weight, eps)
 
     def fake(self, x, residual, weight, eps, team, algorithm):
-        return tuple(torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+        return self.like(residual, team, algorithm)
+
+    def like(
+        self, residual: torch.Tensor, team: str, algorithm: str, deferred: bool = False, format: RowFormat | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Empty tensors like the results of ``run``."""
+        normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+        made = (normed,) if format is None else empty_rows(residual, *residual.shape, format)
+        if not deferred:
+            return *made, hidden
+        plan = push_of(self.plan_of(residual, find_team(team), algorithm), residual.itemsize, format)
+        parts = cdiv(residual.shape[-1] * residual.itemsize, plan.row_bytes)
+        return *made, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
 
 class AllReduceDeferredNorm(Op):
@@ -300,10 +300,7 @@ class AllReduceDeferredNorm(Op):
         return ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, 0.0, deferred=True)
 
     def fake(self, x, residual, weight, team, algorithm):
-        scaled, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, find_team(team), algorithm)
-        parts = cdiv(residual.shape[-1] * residual.itemsize, design.push.row_bytes)
-        return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
+        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True)
 
 
 class AllReduceRMSNormFp8(Op):
@@ -332,14 +329,7 @@ class AllReduceRMSNormFp8(Op):
         return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
 
     def fake(self, x, residual, weight, eps, team, algorithm, deferred, format):
-        hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
-        results = [*empty_rows(residual, *residual.shape, format), hidden]
-        if deferred:
-            design = ALL_REDUCE_RMS_NORM.plan_of(residual, find_team(team), algorithm)
-            row_bytes = push_of(design, residual.itemsize, format).row_bytes
-            parts = cdiv(residual.shape[-1] * residual.itemsize, row_bytes)
-            results.append(residual.new_empty((residual.shape[0], parts), dtype=torch.float32))
-        return results
+        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format))
 
 
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
@@ -423,31 +413,30 @@ def all_reduce_rms_norm(
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
     arguments. No backward.
     """
-    check_is_tensor("all_reduce_rms_norm", "x", x)
-    check_is_tensor("all_reduce_rms_norm", "residual", residual)
-    check_scalar("all_reduce_rms_norm", "eps", eps)
-    check_factored("all_reduce_rms_norm", factored, team)
+    op = "all_reduce_rms_norm"
+    check_is_tensor(op, "x", x)
+    check_is_tensor(op, "residual", residual)
+    check_scalar(op, "eps", eps)
+    check_factored(op, factored, team)
     in_partials = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
-    check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS, over_nodes=True)
+    check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
     for name, tensor in (("residual", residual), ("weight", weight)):
         dtype = residual.dtype if in_partials else x.dtype
         dtypes = norm_dtypes(dtype) if name == "weight" else (dtype,)
-        check_tensor("all_reduce_rms_norm", name, tensor, team, dtypes, over_nodes=True)
-    check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
-    check_has_rows("all_reduce_rms_norm", "x", x)
+        check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
+    check_choice(op, "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
+    check_has_rows(op, "x", x)
     if in_partials and x.shape[0] == 0:
-        raise ValueError(
-            f"all_reduce_rms_norm: x has shape {tuple(x.shape)}, no partial; pass the result of matmul_parts"
-        )
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, no partial; pass the result of matmul_parts")
     whole, partials = (x.shape[1:], " in split-K partials") if in_partials else (x.shape, "")
     for name, tensor, shape in (("residual", residual, whole), ("weight", weight, whole[-1:])):
         if tensor.shape != shape:
             raise ValueError(
-                f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{partials} it "
+                f"{op}: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{partials} it "
                 f"must be {tuple(shape)}"
             )
     check_row(residual.shape[-1], residual.itemsize)
-    check_rounds("all_reduce_rms_norm", fp8, "residual", residual)
+    check_rounds(op, fp8, "residual", residual)
     if fp8 is not None:
         arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8
         rows, scales, hidden, *squares = _FP8.dispatch(*arguments)

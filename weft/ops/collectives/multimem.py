@@ -138,10 +138,7 @@ def all_reduce(x: torch.Tensor, team: Team, design: Multimem) -> torch.Tensor:
     programs = min(most, cdiv(x.nbytes, tile))
     staging, turns = team.workspace(
         ("multimem", design, x.dtype),
-        lambda: (
-            team.empty((most, 2, tile // x.itemsize), dtype=x.dtype),
-            team.local((most,), torch.int32),
-        ),
+        lambda: (team.empty((most, 2, tile // x.itemsize), dtype=x.dtype), team.local((most,), torch.int32)),
     )
     out = torch.empty(cdiv(x.numel(), each) * each, dtype=x.dtype, device=x.device)
     multimem_all_reduce_kernel[(programs,)](

@@ -15,13 +15,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.linear_attention.sequence_chunks import (
-    CHUNK,
-    SequenceChunks,
-    Step,
-    check_chunks,
-    check_columns,
-)
+from weft.ops.linear_attention.sequence_chunks import CHUNK, SequenceChunks, Step, check_chunks, check_columns
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS

@@ -298,11 +298,13 @@ class ExchangeOp(TokensOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
     calls  type of the calls, ``ExchangeCall``
+    flag   field of cases that the other op has not
 
     Sizes of a case: max_tokens, k, experts, H.
     """
 
     calls: ClassVar[type[tuple]]
+    flag: ClassVar[str]
     sizes = ("max_tokens", "k", "H")
     pinned = slice(1, None)  # choices decide how many rows a rank needs, the width which designs can send them
 
@@ -362,9 +364,9 @@ class ExchangeOp(TokensOp):
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from around(design)
 
-    def exchange_cases(self, designs: Sequence[str]) -> Iterator[Case]:
-        """Cases of both ops, with the designs that take them."""
-        for name in designs:
+    def exchange_cases(self) -> Iterator[Case]:
+        """Cases that both ops have, with each design that a caller can ask for."""
+        for name in self.algorithms[1:]:
             case = functools.partial(self.case, design=name)
             yield case(1, BF16, 9, 2, 8, 40, tokens=(9,))
             for w in (2, 3, 4, 8):
@@ -379,6 +381,14 @@ class ExchangeOp(TokensOp):
                     yield case(w, BF16, 3, 1, 6, 25, tokens=(0, 3, 0)[:w])
             for w, tp in ((2, 2), (4, 2), (8, 2), (8, 4)):
                 yield case(w, BF16, 4, 2, 8, 24, tokens=(4, 0, 3, 1, 2, 4, 1, 0)[:w], tp=tp)
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for T, H in ((128, 7168), (1000, 2048)):
+                for design in self.algorithms[1:]:
+                    for more in ({}, {self.flag: True}):
+                        tokens = (T, T - 1, 0, T)[:w]
+                        yield self.case(w, BF16, T, 8, 64, H, design=design, tokens=tokens, **more)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)

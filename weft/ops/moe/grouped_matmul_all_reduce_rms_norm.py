@@ -25,13 +25,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import E4M3, Fp8
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, norm_dtype
-from weft.ops.collectives.all_reduce_rms_norm import (
-    ALL_REDUCE_RMS_NORM,
-    CASES_EPS,
-    NormCall,
-    check_factored,
-    check_row,
-)
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
 from weft.ops.local import check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.check import check_routing
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
@@ -44,7 +38,6 @@ from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule, ch
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
@@ -256,14 +249,9 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         check_distinct(self.name, given["ids"])
 
     def fake(self, given: PairsArguments) -> tuple[torch.Tensor, ...]:
-        residual, team = given.residual, find_team(given.team)
-        normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-        design = self.planned(given, team).design
-        if not given.deferred:
-            return normed, hidden, residual.new_empty(0, dtype=torch.float32)
-        by = ALL_REDUCE_RMS_NORM.plan_of(residual, team, design.norm)
-        parts = cdiv(residual.shape[-1] * residual.itemsize, by.push.row_bytes)
-        return normed, hidden, residual.new_empty((len(residual), parts), dtype=torch.float32)
+        by = self.planned(given, find_team(given.team)).design.norm
+        like = ALL_REDUCE_RMS_NORM.like(given.residual, given.team, by, given.deferred)
+        return like if given.deferred else (*like, given.residual.new_empty(0, dtype=torch.float32))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ class MoeCombine(ExchangeOp):
         "over_nodes": OverNodes,
     }  # fmt: skip
     calls = CombineCall
+    flag = "unweighted"
 
     def costs(self, call: CombineCall, machine: Machine) -> dict[str, float]:
         item = call.dtype.itemsize
@@ -268,8 +269,8 @@ class MoeCombine(ExchangeOp):
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 
     def cases(self) -> Iterator[Case]:
-        designs = "push", "sum_then_scatter", "pipelined", "lamport"
-        yield from self.exchange_cases(designs)
+        designs = self.algorithms[1:]
+        yield from self.exchange_cases()
         both = {}, {"unweighted": True}
         for w in (2, 3):
             pieces = CombinePieces(pieces=(1, 2, 1), chunk=4, block=32, num_warps=2, per_sm=1)
@@ -289,14 +290,6 @@ class MoeCombine(ExchangeOp):
         for w, dtype, tokens in ((2, BF16, (70, 41)), (3, FP16, (0, 70, 8)), (4, FP32, (70, 9, 0, 64))):
             for more in (*both, {"skew": "some"}):
                 yield self.case(w, dtype, 70, 2, 12, 25, design="pipelined", tokens=tokens, **more)
-
-    def large_cases(self) -> Iterator[Case]:
-        for w in (2, 4):
-            for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
-                    for more in ({}, {"unweighted": True}):
-                        tokens = (T, T - 1, 0, T)[:w]
-                        yield self.case(w, BF16, T, 8, 64, H, design=design, tokens=tokens, **more)
 
 
 MOE_COMBINE = MoeCombine()

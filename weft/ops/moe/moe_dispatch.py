@@ -35,14 +35,7 @@ from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.check import check_routing, check_sent, check_share
-from weft.ops.moe.exchange import (
-    DispatchArguments,
-    ExchangeOp,
-    PushRows,
-    padded,
-    rows_sent,
-    shared_experts,
-)
+from weft.ops.moe.exchange import DispatchArguments, ExchangeOp, PushRows, padded, rows_sent, shared_experts
 from weft.ops.moe.routing import Dispatched, Experts, Routing, check_distinct, draw_ids
 from weft.ops.moe.rows import DispatchPieces, dispatch_pieces, dispatch_rows
 from weft.ops.moe.words import DispatchWords, Tokens, gather_fp8_words, gather_words
@@ -141,6 +134,7 @@ class MoeDispatch(ExchangeOp):
     differs = {**dict.fromkeys(("x", "ids", "weights"), (0,)), "kept": ()}
     designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": DispatchWords, "over_nodes": OverNodes}
     calls = DispatchCall
+    flag = "fp8"
     variants = ("fp8",)
 
     def call_of_case(self, case: Case, machine: Machine) -> DispatchCall:
@@ -319,7 +313,7 @@ class MoeDispatch(ExchangeOp):
         return torch.where(needed, rows, 0), ids.clone(), weights.clone(), *wanted
 
     def cases(self) -> Iterator[Case]:
-        yield from self.exchange_cases(("push", "pipelined", "lamport"))
+        yield from self.exchange_cases()
         pieces = DispatchPieces(chunk=4, block=32, num_warps=2)
         for w in (2, 3):
             for design in (
@@ -352,14 +346,6 @@ class MoeDispatch(ExchangeOp):
         self, w: int, dtype: torch.dtype, sizes: tuple, tokens: tuple[int, ...], design: Any, data: str = "random"
     ) -> Case:
         return replace(self.case(w, dtype, *sizes, design=design, tokens=tokens, fp8=True), data=data)
-
-    def large_cases(self) -> Iterator[Case]:
-        for w in (2, 4):
-            for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "pipelined", "lamport"):
-                    for more in ({}, {"fp8": True}):
-                        tokens = (T, T - 1, 0, T)[:w]
-                        yield self.case(w, BF16, T, 8, 64, H, design=design, tokens=tokens, **more)
 
 
 MOE_DISPATCH = MoeDispatch()

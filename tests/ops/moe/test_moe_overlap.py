@@ -25,6 +25,7 @@ from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import kernel as grouped_kernel
+from weft.ops.moe.grouped.cases import quantized_experts
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles, weight_descriptor
 from weft.ops.moe.grouped.kernel import Arriving, Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import grouped_tiles_for
@@ -334,6 +335,24 @@ def test_wrong_arguments_of_moe_rs_are_refused(message, fields):
         assert "\n" not in str(refused.value)
 
     weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("block", torch.bfloat16), ("channel", torch.float16)])
+def test_what_is_traced_of_fp16_rows_has_the_dtype_of_what_is_computed(scheme, dtype, monkeypatch):
+    """Rows that are sent in fp8 give h in bf16, others in their own dtype, which is that of biases too."""
+    op, asked = ag_moe.AG_MOE, []
+    monkeypatch.setattr(op, "dispatch", lambda given: asked.append(given) or op.forward(given))
+
+    def main(team):
+        weight = quantized_experts(torch.ones(2, 32, 256), scheme)
+        routing = Routing(torch.arange(2).int().repeat(3, 1), torch.ones(3, 2).half())
+        given = torch.ones(3, 256).half(), routing, weight, Experts.whole(4, team.rank, 2), team
+        bias = torch.ones(2, 32, dtype=dtype)
+        h, *_ = ops.all_gather_grouped_matmul_silu_mul(*given, max_tokens=3, bias=bias)
+        traced, *_ = op.fake(asked[0])
+        return (traced.shape, traced.dtype) == (h.shape, h.dtype) and h.dtype == dtype
+
+    assert all(weft.simulate(main, 2))
 
 
 def test_wrong_designs_are_refused():

@@ -57,6 +57,7 @@ from weft.ops.moe.overlapped import (
     OverlappedOp,
     case_experts,
     case_start,
+    dtype_of_h,
     first_rank,
     gather_rows,
     head_for,
@@ -202,7 +203,7 @@ def all_gather_grouped_matmul_silu_mul(
         check_written(op, x, gate_up, fp8)
     check_swiglu(op, swiglu)
     data, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up, None, None)
-    check_bias(op, bias, data, torch.bfloat16 if isinstance(gate_up, Fp8) else x.dtype)
+    check_bias(op, bias, data, dtype_of_h(x.dtype, sends_fp8, isinstance(gate_up, Fp8)))
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
     if needs_gradients(x, weights, data, bias):
@@ -395,7 +396,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         if given.format is not None:
             h, scales = empty_rows(gate_up, pairs, N, given.format)
         else:
-            h, scales = given.x.new_empty((pairs, N)), given.x.new_empty(0, dtype=torch.float32)
+            h, scales = given.x.new_empty((pairs, N), dtype=given.dtype), given.x.new_empty(0, dtype=torch.float32)
         return h, scales, *schedule, of_all, weights.new_empty((rows, k))
 
     # --- judging -----------------------------------------------------------------------------------------------------

@@ -74,6 +74,11 @@ class GatherArguments(NamedTuple):
         """Form in which h is written; None: in 16 or 32 bits."""
         return RowFormat(self.kind, self.static_scale) if self.kind else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of h where it is not in fp8."""
+        return dtype_of_h(self.x.dtype, self.fp8, self.weight_scales is not None)
+
     def gemm(self, rows: torch.Tensor, schedule: Schedule, scales: torch.Tensor | None) -> GroupedArguments:
         """Arguments of the grouped GEMM of all ranks' rows."""
         of_weight = self.weight_scales, self.input_scale, self.bias, self.alpha, self.limit
@@ -82,6 +87,11 @@ class GatherArguments(NamedTuple):
     @property
     def experts(self) -> Experts:
         return Experts(self.total, self.first, self.count)
+
+
+def dtype_of_h(of_rows: torch.dtype, sends_fp8: bool, fp8_weight: bool) -> torch.dtype:
+    """Dtype of results of 16 or 32 bits: of rows that arrive in fp8, and such a weight, bf16."""
+    return torch.bfloat16 if sends_fp8 and fp8_weight else of_rows
 
 
 class ScatterArguments(NamedTuple):

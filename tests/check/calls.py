@@ -20,8 +20,8 @@ from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments
+from weft.ops.moe.pipelined import CombinePieces
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.moe.rows import CombinePieces
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped
 

@@ -19,7 +19,7 @@ from weft.ops.collectives import all_gather, all_reduce
 from weft.ops.gemm import matmul, small_m
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.moe import exchange, rows
+from weft.ops.moe import exchange, push
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.routing import Schedule
 from weft.runtime.team.channel import ChannelView
@@ -49,12 +49,12 @@ def of_keyed(view):
 
 
 def of_dispatch(view):
-    mail = rows.Mail(HALVES, X, HALVES)
-    return of_rows(rows.moe_dispatch_kernel, HALVES, X, HALVES, 100, mail, view=view)
+    mail = push.Mail(HALVES, X, HALVES)
+    return of_rows(push.moe_dispatch_kernel, HALVES, X, HALVES, 100, mail, view=view)
 
 
 def of_combine(view):
-    return of_rows(rows.moe_combine_kernel, HALVES, X, HALVES, HALVES, 100, rows.Partials(HALVES), view=view)
+    return of_rows(push.moe_combine_kernel, HALVES, X, HALVES, HALVES, 100, push.Partials(HALVES), view=view)
 
 
 def of_rows(kernel, *arguments, view):
@@ -124,6 +124,6 @@ def of_gathered(view):
 
 
 MODULES = (
-    all_reduce, all_gather, rows, exchange, grouped, small_m, matmul, head_words,
+    all_reduce, all_gather, push, exchange, grouped, small_m, matmul, head_words,
     sharded_decode_attention, stripes,
 )  # fmt: skip

@@ -8,14 +8,14 @@ import triton.language as tl
 import weft
 from tests.compiling import a_view, compiled_exchange
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from weft.ops.moe import words
+from weft.ops.moe import lamport
 from weft.transport.exchange import Body, launch, place_of, whole
 from weft.transport.plans import PushPlan
 from weft.transport.push import is_rank
 
 BODIES = (
-    all_gather.BODY, all_to_all.BODY, reduce_scatter.BODY, all_reduce.ONE_SHOT, words.GATHER, words.GATHER_FP8,
-    words.COMBINE,
+    all_gather.BODY, all_to_all.BODY, reduce_scatter.BODY, all_reduce.ONE_SHOT, lamport.GATHER, lamport.GATHER_FP8,
+    lamport.COMBINE,
 )  # fmt: skip
 
 

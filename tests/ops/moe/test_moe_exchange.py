@@ -18,14 +18,14 @@ from tests.sampled import sampled
 from weft import ops
 from weft.ops.moe import (
     exchange,
+    lamport,
     moe_dispatch,
-    rows,
-    words,
+    push,
 )
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
+from weft.ops.moe.pipelined import DispatchPieces
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.moe.rows import DispatchPieces
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
@@ -100,7 +100,7 @@ def test_words_of_many_tokens_are_larger():
     def design(op, tokens, **fields):
         return op.plan(op.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(**fields), two).design
 
-    gathered, sums = words.DispatchWords, words.CombineWords
+    gathered, sums = lamport.DispatchWords, lamport.CombineWords
     assert [design(MOE_DISPATCH, tokens, design="lamport") for tokens in (128, 2048, 4096)] == [
         gathered(),
         gathered(row_bytes=1024, num_warps=2),
@@ -162,8 +162,8 @@ def test_tokens_and_routing_may_change_from_call_to_call(way):
 
 # Of the expression that says whose expert it is, in the kernels of both ways.
 OWNERS = {
-    "owner off by one": (rows, exchange, "rank // SIZES.tp)", "rank // SIZES.tp + 1)", "chosen_of"),
-    "whole experts": (rows, exchange, "rank // SIZES.tp)", "rank)", "chosen_of"),
+    "owner off by one": (push, exchange, "rank // SIZES.tp)", "rank // SIZES.tp + 1)", "chosen_of"),
+    "whole experts": (push, exchange, "rank // SIZES.tp)", "rank)", "chosen_of"),
 }
 
 
@@ -193,17 +193,17 @@ SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n          
 SENT = "            wl.chunk_notify(call, owner, chunk, team)\n"
 ARRIVED = "        await_chunk(call, chunk, team)\n"
 # Where the kernel of each is.
-SENDERS = {dispatched: (rows, "moe_dispatch_kernel"), combined: (rows, "moe_combine_kernel")}
+SENDERS = {dispatched: (push, "moe_dispatch_kernel"), combined: (push, "moe_combine_kernel")}
 # Source that changes, what to, the calls that show it, the finding.
 BUGS = {
-    "flag before rows": (rows, SEND + PUT + FLAG,
+    "flag before rows": (push, SEND + PUT + FLAG,
                          "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
-    "a rank without tokens sends no flags": (rows, PUT, PUT.replace("step < world", "(step < world) & (T > 0)"),
+    "a rank without tokens sends no flags": (push, PUT, PUT.replace("step < world", "(step < world) & (T > 0)"),
                                              dispatched, "deadlock"),
-    "rows not awaited": (rows, ARRIVED, "        pass\n", dispatched, "race"),
+    "rows not awaited": (push, ARRIVED, "        pass\n", dispatched, "race"),
     "a half written again too soon": (halves, ENTERED, ENTERED.replace("last", "0"), dispatched, "race"),
-    "combined before the last arrival": (rows, ARRIVED, "        pass\n", combined, "race"),
-    "flag before the sums": (rows, SUMS, SENT + SUMS, combined, "race"),
+    "combined before the last arrival": (push, ARRIVED, "        pass\n", combined, "race"),
+    "flag before the sums": (push, SUMS, SENT + SUMS, combined, "race"),
     "sums written again too soon": (halves, ENTERED, ENTERED.replace("last", "0"), combined, "race"),
 }  # fmt: skip
 
@@ -355,12 +355,12 @@ TILE = {"ROWS": 4, "num_warps": 1}
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("row_bytes", [512, 1024, 2048, 4096])
 def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_path):
-    design = words.DispatchWords(row_bytes=row_bytes, num_warps=row_bytes // 512, rounds=True)
+    design = lamport.DispatchWords(row_bytes=row_bytes, num_warps=row_bytes // 512, rounds=True)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
-    own, of_all = words.Unrounded(FLOATS, INTS, SHORTS), words.Tokens(INTS, INTS, SHORTS, INTS)
-    arguments, blocks = (own, of_all, 1 << 18, INTS, INTS, a_view()), words.Blocks(128 * 56, 56, 128 * 8, 8)
-    kernel = compiled_exchange(words.GATHER_FP8, *arguments, arch=arch, tokens=(100, 128), sizes=blocks, **options)
+    own, of_all = lamport.Unrounded(FLOATS, INTS, SHORTS), lamport.Tokens(INTS, INTS, SHORTS, INTS)
+    arguments, blocks = (own, of_all, 1 << 18, INTS, INTS, a_view()), lamport.Blocks(128 * 56, 56, 128 * 8, 8)
+    kernel = compiled_exchange(lamport.GATHER_FP8, *arguments, arch=arch, tokens=(100, 128), sizes=blocks, **options)
     check_compiles(kernel, arch)
     if arch == "sm_90":
         assert stack_bytes(kernel, tmp_path) == 0
@@ -373,16 +373,16 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
 @pytest.mark.parametrize(("ranks", "row_bytes"), sampled([(4, 256), (2, 512)], lambda ranks, row_bytes: ranks == 4))
 def test_kernels_of_words_compile(ranks, row_bytes, arch, tmp_path):
     options = {**TILE, "ROWS": ranks, **launch_options(caps_of(arch))}
-    lengths, tokens = words.Lengths(1792, 8, 56), words.Tokens(INTS, INTS, SHORTS, INTS)
+    lengths, tokens = lamport.Lengths(1792, 8, 56), lamport.Tokens(INTS, INTS, SHORTS, INTS)
     options["tokens"] = 100, 128
     gathering = compiled_exchange(
-        words.GATHER, tokens, tokens, 1 << 18, INTS, INTS, a_view(), arch=arch, sizes=lengths, BLOCK=128,
+        lamport.GATHER, tokens, tokens, 1 << 18, INTS, INTS, a_view(), arch=arch, sizes=lengths, BLOCK=128,
         TRANSPORT="keyed", **options,
     )  # fmt: skip
-    options |= {"sizes": words.PairLengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
+    options |= {"sizes": lamport.PairLengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
     combining, returning = (
         compiled_exchange(
-            words.COMBINE, words.Pairs(FLOATS, INTS, weights), FLOATS, 1 << 18, FLOATS, INTS, a_view(), arch=arch,
+            lamport.COMBINE, lamport.Pairs(FLOATS, INTS, weights), FLOATS, 1 << 18, FLOATS, INTS, a_view(), arch=arch,
             **options,
         )
         for weights in (FLOATS, None)

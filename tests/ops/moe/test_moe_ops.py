@@ -29,8 +29,8 @@ from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped.kernel import Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import fixed_tiles_for, grouped_tiles_for
+from weft.ops.moe.push import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule
-from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.channel import ChannelView

@@ -18,14 +18,15 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
 from weft.kernels.fp8 import E4M3
-from weft.ops.moe import moe_combine, moe_dispatch, rows
+from weft.ops.moe import moe_combine, moe_dispatch, pipelined
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
-from weft.ops.moe.exchange import PushRows, Sizes, piece_ends
+from weft.ops.moe.exchange import PushRows, Sizes
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
+from weft.ops.moe.pipelined import CombinePieces, DispatchPieces, piece_ends
+from weft.ops.moe.push import Mail
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.moe.rows import CombinePieces, DispatchPieces, Mail
 from weft.plan.planned import UNLIMITED, machine
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.channel import ChannelView
@@ -143,18 +144,18 @@ PLACE = "        launch(grid, x, ids, weights, begin, T, mail, team.view)\n"
 # Source that changes, what to, the function that a mutant replaces where, the calls that show it, the finding.
 BUGS = {
     "a piece sent before its sums": (
-        rows, FORK, FORK.replace("team", "number or team", 1), COMBINE, combined_in_pieces, "race"),
+        pipelined, FORK, FORK.replace("team", "number or team", 1), COMBINE, combined_in_pieces, "race"),
     "the first piece awaited alone": (
-        rows, "% world, piece, team)", "% world, 0, team)", COMBINE, combined_in_pieces, "race"),
+        pipelined, "% world, piece, team)", "% world, 0, team)", COMBINE, combined_in_pieces, "race"),
     "sums of the piece before written over": (
-        rows, "sums[(step - 1) * most + begin : (step - 1) * most + end]", "sums[: end - begin]", COMBINE,
+        pipelined, "sums[(step - 1) * most + begin : (step - 1) * most + end]", "sums[: end - begin]", COMBINE,
         combined_in_pieces, "race"),
     "the engine forked before the kernel": (
-        rows, PLACE + FORKED, FORKED + PLACE, DISPATCH, FP8, "race"),
+        pipelined, PLACE + FORKED, FORKED + PLACE, DISPATCH, FP8, "race"),
     "rows not awaited": (
-        rows, "        copy_channel.await_chunk(", "        (lambda *given: None)(", DISPATCH, FP8, "race"),
+        pipelined, "        copy_channel.await_chunk(", "        (lambda *given: None)(", DISPATCH, FP8, "race"),
     "no flag for a later peer": (
-        rows, "    for peer in peers:\n", "    for peer in peers[:1]:\n", DISPATCH,
+        pipelined, "    for peer in peers:\n", "    for peer in peers[:1]:\n", DISPATCH,
         functools.partial(dispatched, algorithm="pipelined"), "deadlock"),
 }  # fmt: skip
 
@@ -229,7 +230,7 @@ def test_kernels_of_pieces_compile(arch, tmp_path):
     kernels = []
     for world_size, weights in ((2, ROWS), (2, None), (8, ROWS)):
         arguments = ROWS, INTS, weights, ROWS, ROWS, 4096, LANDED, a_view(world_size)
-        kernels.append(compiled(rows.add_pieces_kernel, *arguments, arch=arch, **constants, **options))
+        kernels.append(compiled(pipelined.add_pieces_kernel, *arguments, arch=arch, **constants, **options))
     if arch == "sm_90":
         ptx = kernels[0].asm["ptx"]
         assert "ld.global.v4" in ptx and "ld.global.v2" not in ptx
@@ -237,7 +238,7 @@ def test_kernels_of_pieces_compile(arch, tmp_path):
         mail = Mail(ROWS.to(E4M3) if fp8 else ROWS, INTS, ROWS, FLOATS if fp8 else None)
         arguments = ROWS, INTS, ROWS, 0, 4096, mail, a_view(2)
         sizes = Sizes.of(design, 4096, 7168, 8, 128, fp8=fp8)
-        kernels.append(compiled(rows.place_tokens_kernel, *arguments, arch=arch, SIZES=sizes, **options))
+        kernels.append(compiled(pipelined.place_tokens_kernel, *arguments, arch=arch, SIZES=sizes, **options))
     for kernel in kernels:
         check_compiles(kernel, arch)
         assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0

@@ -49,6 +49,7 @@ from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped.rule import holds_scales
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
+from weft.ops.moe.lamport import GatherWords, Tokens, gather_words
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped import (
@@ -65,7 +66,6 @@ from weft.ops.moe.overlapped import (
     schedule_of,
 )  # fmt: skip
 from weft.ops.moe.routing import ClampedSwiGLU, Dispatched, Experts, Routing, Schedule, check_distinct, draw_ids
-from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of

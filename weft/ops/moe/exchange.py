@@ -11,7 +11,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from weft.costs.choice import least
 from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.knobs import around, check_knobs, either, halved, knob, powers
+from weft.ops.knobs import around, check_knobs, halved, knob, powers
 from weft.ops.local import check_sizes
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, draw_ids
 from weft.ops.op import Call
@@ -34,20 +33,14 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.workspace import capacity_for, grown_workspace
-from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
-from weft.transport.halves import Half, Halves
-from weft.triton_api import JITFunction
+from weft.transport.copy_channel import CopyChannel
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-# Relative sizes of pieces, from few large ones to many small ones.
-PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
 # Most programs of a kernel that pushes rows.
 MAX_PROGRAMS = 256
-# Tokens whose rows of 16 bits begin at a multiple of 16 bytes, whatever their width.
-ALIGNED_TOKENS = 8
 
 
 class DispatchArguments(NamedTuple):
@@ -103,32 +96,6 @@ class PushRows:
     block: int = knob(1024, powers(), halved(16))
     num_warps: int = knob(8, powers(), halved(1, 16))
     __post_init__ = check_knobs
-
-
-def pieces_knob(*default: int) -> Any:
-    """Knob of relative sizes of 1 to MAX_CHUNKS pieces."""
-    rule = f"are not 1 to {MAX_CHUNKS} relative sizes of at least 1"
-
-    def legal(pieces: tuple[int, ...]) -> str | None:
-        return None if 1 <= len(pieces) <= MAX_CHUNKS and min(pieces) >= 1 else rule
-
-    return knob(default, legal, either(*PIECES))
-
-
-def piece_ends(pieces: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Number of ``tokens`` up to the end of each piece of these relative sizes; none is empty.
-
-    All but the last are multiples of ALIGNED_TOKENS.
-    """
-    shares = accumulate(pieces)
-    ends = (cdiv(tokens * share, sum(pieces) * ALIGNED_TOKENS) * ALIGNED_TOKENS for share in shares)
-    return tuple(sorted({min(end, tokens) for end in ends} - {0}))
-
-
-def mailboxes(team: Team, chunks: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Halves:
-    """Symmetric buffers [2, *shape] of these names, with a flag for each chunk of a rank. Collective."""
-    buffers = tuple(team.empty((2, *shape), dtype, name=name) for name, (shape, dtype) in shapes.items())
-    return Halves.make(team, buffers, team.size, chunks, MAX_PROGRAMS)
 
 
 def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:
@@ -226,21 +193,6 @@ def kept_tensors(design: PushRows, sizes: Sizes, team: Team, arrived: list[torch
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
     """``x`` [T, n] followed by rows of ``fill``, [tokens, n]; ``x`` itself if T = tokens."""
     return x if len(x) == tokens else torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
-
-
-def launch_rows(
-    kernel: JITFunction, design: PushRows, sizes: Sizes, team: Team, given: tuple, buffers: NamedTuple, half: Half
-) -> None:
-    """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident.
-
-    given  its first arguments: tensors, of which strided ones are copied, then T
-    """
-    programs = min(sizes.chunks, MAX_PROGRAMS, team.max_programs(design.num_warps))
-    options = {"CHUNKS": sizes.chunks, "num_warps": design.num_warps, "launch_cooperative_grid": True}
-    constants = {"SIZES": sizes, **options, **launch_options(team.caps)}
-    launch = launch_of(team, kernel, (sizes, design), lambda: constants)
-    *tensors, T = given
-    launch(programs, *dense(*tensors), T, buffers, half, team.view)
 
 
 def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -37,11 +37,12 @@ from weft.ops.moe.exchange import (
     choices_of_all,
     shared_experts,
 )
+from weft.ops.moe.lamport import CombineWords, combine_words
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.pipelined import CombinePieces, combine_pieces
+from weft.ops.moe.push import combine_rows
 from weft.ops.moe.routing import Dispatched, Experts, Routing
-from weft.ops.moe.rows import CombinePieces, combine_pieces, combine_rows
-from weft.ops.moe.words import CombineWords, combine_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of

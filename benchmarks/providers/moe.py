@@ -18,7 +18,8 @@ from weft.bench.ops.buffers import group_of
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.ops.gemm.cublas import matmul
-from weft.ops.moe.routing import Experts, experts_of
+from weft.ops.moe.choices import experts_of
+from weft.ops.moe.routing import Experts
 
 
 class Order(NamedTuple):

@@ -51,7 +51,7 @@ from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.case import BF16, Case, Inputs
 from weft.ops.collectives.multimem import Multimem
-from weft.ops.moe.routing import MoeOp
+from weft.ops.moe.moe_op import MoeOp
 from weft.ops.op import Op, find_op, registered
 from weft.runtime.files import put
 

@@ -23,7 +23,7 @@ from weft.bench.harness.bench import Bench, Options
 from weft.bench.harness.runner import started
 from weft.bench.harness.workload import DTYPES, Shape
 from weft.bench.ops.workload import OpWorkload
-from weft.ops.moe.routing import MoeShape
+from weft.ops.moe.moe_op import MoeShape
 from weft.ops.op import Op, find_op, registered
 from weft.plan import searched, table
 from weft.plan.asked import Asked, recorded

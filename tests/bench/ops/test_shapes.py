@@ -7,7 +7,7 @@ from weft.bench.names import alias_of
 from weft.bench.ops.moe_shapes import MIXTURES, SEEN_TOKENS, SENT_TOKENS
 from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, op_of, parse_shapes
 from weft.models import Qwen3Config
-from weft.ops.moe.routing import MoeShape
+from weft.ops.moe.moe_op import MoeShape
 
 NORMED = "all-reduce-rms-norm"
 

@@ -12,10 +12,10 @@ from weft import ops
 from weft.errors import InvalidAccess
 from weft.kernels.expert_choices import Scoring
 from weft.ops.moe import matmul_route_schedule as module
-from weft.ops.moe import route
+from weft.ops.moe import route, router_kernel
 from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, OneLaunch, RouterCall
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE
-from weft.ops.moe.route import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
+from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
 from weft.ops.moe.routing import Experts
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import next_power_of_2
@@ -46,7 +46,7 @@ ROUTE_MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    mutant = mutated(route, *MUTANTS[name], f"router_mutant_{len(name)}", tmp_path)
+    mutant = mutated(router_kernel, *MUTANTS[name], f"router_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, "matmul_route_schedule_kernel", mutant.matmul_route_schedule_kernel)
     check_caught("fused")
 
@@ -61,7 +61,7 @@ def test_the_cases_catch_a_planted_mistake_in_sums_of_parts(name, tmp_path, monk
 @pytest.mark.parametrize("name", ["a part too few of H", "no last columns"])
 def test_the_cases_catch_a_planted_mistake_in_parts(name, tmp_path, monkeypatch):
     change = MUTANTS.get(name) or ("steps // FORM.parts * STEP, (part + 1)", "steps // FORM.parts * STEP, part")
-    mutant = mutated(route, *change, f"parts_mutant_{len(name)}", tmp_path)
+    mutant = mutated(router_kernel, *change, f"parts_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, "router_parts_kernel", mutant.router_parts_kernel)
     check_caught("split")
 

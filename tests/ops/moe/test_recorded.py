@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from weft.ops.case import BF16, Case, Draw
-from weft.ops.moe.routing import OLMOE, MoeShape, draw_ids, recorded_shares
+from weft.ops.moe.choices import OLMOE, draw_ids, recorded_shares
+from weft.ops.moe.moe_op import MoeShape
 
 
 @pytest.mark.parametrize(("experts", "k"), [(64, 8), (128, 8), (8, 2), (60, 4), (4, 2), (4, 4), (256, 8), (3, 1)])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from weft.bench.harness.workload import DTYPES, Shape
-from weft.ops.moe.routing import MAX_CHOICES, SKEWS, MoeShape
+from weft.ops.moe.moe_op import SKEWS, MoeShape
+from weft.ops.moe.routing import MAX_CHOICES
 from weft.ops.op import Op
 
 

@@ -15,7 +15,7 @@ from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.ops.shapes import computes, has_flops
 from weft.ops.case import Draw, Inputs, error_bound
 from weft.ops.gemm.gemm_op import named, product
-from weft.ops.moe.routing import MoeShape
+from weft.ops.moe.moe_op import MoeShape
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
 from weft.runtime.capabilities import COLD_BYTES

@@ -11,7 +11,7 @@ from weft.bench.harness.workload import DTYPES, Shape
 from weft.bench.ops.shapes import FORMS, Model, op_of, parts_of, size_label
 from weft.ops.attention.sharded_plan import ShardedShape
 from weft.ops.gemm.gemm_op import GemmOp
-from weft.ops.moe.routing import MoeShape
+from weft.ops.moe.moe_op import MoeShape
 from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:

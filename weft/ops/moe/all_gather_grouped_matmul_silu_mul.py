@@ -26,6 +26,7 @@ from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
+from weft.ops.moe.choices import draw_ids
 from weft.ops.moe.exchange import DispatchArguments, channel_bytes, padded, rows_sent
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
@@ -65,7 +66,7 @@ from weft.ops.moe.overlapped import (
     order_tiles,
     schedule_of,
 )  # fmt: skip
-from weft.ops.moe.routing import ClampedSwiGLU, Dispatched, Experts, Routing, Schedule, check_distinct, draw_ids
+from weft.ops.moe.routing import ClampedSwiGLU, Dispatched, Experts, Routing, Schedule, check_distinct
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of

@@ -24,7 +24,9 @@ from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.knobs import around, check_knobs, halved, knob, powers
 from weft.ops.local import check_sizes
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, draw_ids
+from weft.ops.moe.choices import draw_ids
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Call
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned

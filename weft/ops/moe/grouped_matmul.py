@@ -16,6 +16,7 @@ from weft.ops.gemm.sliced import step_of
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on
+from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
     exact_activation,
@@ -39,8 +40,9 @@ from weft.ops.moe.grouped.rule import (
     holds_scales,
     tiles,
 )
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
-from weft.ops.moe.routing import ClampedSwiGLU, MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
+from weft.ops.moe.routing import ClampedSwiGLU, Schedule
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned

@@ -28,13 +28,15 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, norm_d
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
 from weft.ops.local import check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.check import check_routing
+from weft.ops.moe.choices import draw_ids, experts_of
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped
 from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import Shared, check_shared, drawn_beside, exact_beside, moe_sum
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule, check_distinct, draw_ids, experts_of
+from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of

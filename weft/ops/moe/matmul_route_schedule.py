@@ -23,31 +23,18 @@ from weft.ops.gemm.matmul import matmul
 from weft.ops.knobs import around, check_knobs, counts, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe.check import needs_gradients
+from weft.ops.moe.choices import experts_of, schedule_by_torch
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_for, check_schedule
-from weft.ops.moe.route import (
-    MAX_EXPERTS,
-    ROUTE,
+from weft.ops.moe.route import MAX_EXPERTS, ROUTE, check_gating, gating_of, launch_route, scoring_of
+from weft.ops.moe.router_kernel import (
     Found,
     RouterForm,
     Rows,
-    check_gating,
-    gating_of,
-    launch_route,
     matmul_route_schedule_kernel,
     router_parts_kernel,
-    scoring_of,
 )
-from weft.ops.moe.routing import (
-    Experts,
-    Gating,
-    MoeOp,
-    MoeShape,
-    Routed,
-    Routing,
-    Schedule,
-    experts_of,
-    schedule_by_torch,
-)
+from weft.ops.moe.routing import Experts, Gating, Routed, Routing, Schedule
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice
 from weft.plan.planned import AUTO, Machine, Planned

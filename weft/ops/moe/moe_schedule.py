@@ -20,7 +20,9 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
 from weft.ops.moe.check import check_choices, check_experts
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Schedule, check_distinct, common, draw_ids, experts_of
+from weft.ops.moe.choices import common, draw_ids, experts_of
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.routing import Experts, Schedule, check_distinct
 from weft.ops.op import register
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2

@@ -15,7 +15,9 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.check import check_experts, check_routing
-from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, common, draw_ids, experts_of
+from weft.ops.moe.choices import common, draw_ids, experts_of
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv

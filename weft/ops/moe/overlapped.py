@@ -19,8 +19,9 @@ from weft.ops.moe.exchange import TokensOp, channel_of, rows_sent
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped.rule import tiles
 from weft.ops.moe.grouped_matmul import GroupedOp
+from weft.ops.moe.moe_op import MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
-from weft.ops.moe.routing import Experts, MoeShape, Routing, Schedule
+from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import Call
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2

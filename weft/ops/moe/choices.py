@@ -125,7 +125,7 @@ def chosen_by_shares(shares: torch.Tensor, order: torch.Tensor, start: torch.Ten
     """int32 [T, k] experts of each token, all different: expert e in a share ``shares[e]`` of all tokens.
 
     Systematic sampling: intervals as long as the shares lie side by side, in an order of the token's own, and the places start,
-    start + 1, … hit k of them.
+    start + 1, … hit k experts.
 
     shares  fp64 [experts], k in all; order: [T, experts], random numbers; start: [T], random in [0, 1)
     """

@@ -411,7 +411,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
     def accuracy(self, case: Case) -> Accuracy:
         # Each row of the GEMM is rounded, and so are the ranks' sums and, over nodes, theirs. Exact arithmetic with these
-        # roundings errs by up to 3.5 of those that are allowed in 61 million elements, in one node by 2.2.
+        # roundings errs by up to 3.5 of the roundings that are allowed in 61 million elements, in one node by 2.2.
         # Tokens have weights of different sizes.
         levels = 4 if (case.field("nodes") or 1) > 1 else 3
         return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, levels=levels, by_row=True)

@@ -4,7 +4,7 @@ Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every ra
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
 
-Where tp ranks hold slices of the same experts, each gets a row from the token's rank. Sending it to one of them, which forwards
+Where tp ranks hold slices of the same experts, each gets a row from the token's rank. Sending it to one rank, which forwards
 it, would move as many bytes over the links of a node, since each rank needs each of its rows once, and add a hop. The same
 holds for the sums on the way back.
 
@@ -13,7 +13,7 @@ within its node. Sizes of transfers are known to the host, so every node gets al
 tokens that chose none of its experts.
 
 rail     | packed rows, ids, weights to k+1, from k-1 | to k+2, from k-2 |                                 node k
-node                                                  | dispatch own | those of k-1 | those of k-2 |       into one tensor
+node                                                  | dispatch own | rows of k-1  | rows of k-2  |       into one tensor
 
 Backward: moe_combine without weights adds up the gradients that the ranks have for a row, at the token's rank in rank order.
 """

@@ -273,7 +273,7 @@ def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEA
     """ordered = schedule.tiles, of the first HEAD tiles of rank ``me``'s rows alone before the other tiles
 
     grid: (cdiv(most tiles, HEAD),). In both parts of the head, and after it, tiles keep their order. tokens: most of a rank.
-    Each expert's pairs begin with those of rank ``me``, so a tile is of its rows alone if its last pair is.
+    Each expert's list begins with pairs of rank ``me``, so a tile is of its rows alone if its last pair is.
 
     signals, waits  none
     """

@@ -11,6 +11,7 @@ from tests.ops.vocab.test_adjust_logits import changes
 from weft import SamplingParams, layers, ops
 from weft.arguments import LONGEST, quoted, shortened
 from weft.engine import EngineConfig, Runner
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.models import Qwen3Config
 
 LONG = "n" * 5000
@@ -245,8 +246,11 @@ def operands(team):
     yield ops.add_rms_norm, valid, norm
     yield ops.all_reduce_rms_norm, {**valid, "team": team}, {**norm, **team_and, "factored": FLAG}
     matrices = {"a": TENSOR, "b": TENSOR}
-    yield ops.matmul, {"a": x, "b": x}, matrices
-    yield ops.matmul_all_reduce, {"a": x, "b": x, "team": team}, {**matrices, "team": TEAM}
+    yield ops.matmul, {"a": x, "b": x}, {**matrices, "invariant": FLAG}
+    yield ops.matmul, {"a": x, "b": x, "invariant": True}, matrices
+    fp8 = {"a": x.half(), "b": Fp8(torch.zeros(4, 8).to(E4M3), f(4, 1)), "team": team}
+    yield ops.matmul_reduce_scatter, fp8, {"a": TENSOR}
+    yield ops.matmul_all_reduce, {"a": x, "b": x, "team": team}, {**matrices, "team": TEAM, "invariant": FLAG}
     yield ops.matmul_reduce_scatter, {"a": x, "b": x, "team": team}, {**matrices, "team": TEAM, "own_first": FLAG}
     sharded = {"a_shard": TENSOR, "b": TENSOR, "team": TEAM, "own_first": FLAG}
     yield ops.all_gather_matmul, {"a_shard": x, "b": x, "team": team}, sharded
@@ -255,7 +259,7 @@ def operands(team):
     adapters = {"A": f(2, 16, 16), "B": f(2, 16, 16), "scale": f(2), "ends": [16]}
     rows = {"y": f(4, 16), "x": f(4, 16), **adapters, "adapters": torch.zeros(4, dtype=torch.int32)}
     yield ops.add_adapters, rows, {**dict.fromkeys(rows, TENSOR), "ends": (None, 5, "x", [1.5], [])}
-    yield ops.matmul_silu_mul, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
+    yield ops.matmul_silu_mul, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR, "invariant": FLAG}
     yield (
         ops.vocab_embedding,
         {"tokens": ids, "weight": x, "first": 0},
@@ -309,7 +313,7 @@ def operands(team):
     yield ops.qk_norm_rope, {"qkv": f(2, 48), **weights, **slots}, {**tensors, "eps": number, "with_keys": FLAG}
     spans = {"q": f(2, 1, 16), "keys": cache, "values": cache, "pages": pages[:1], "spans": [(0, 2)]}
     tensors = dict.fromkeys(("q", "keys", "values", "pages"), TENSOR)
-    yield ops.paged_prefill_attention, spans, {**tensors, **options}
+    yield ops.paged_prefill_attention, spans, {**tensors, **options, "spans": (5, None, [5], ["x"], [(1.5, 2)])}
     lengths = (None, 5, "x", [], [-1], [3], [1.5], LONG)
     prompts = {"q": f(2, 1, 16), "k": f(2, 1, 16), "v": f(2, 1, 16), "shards": [2], "team": team}
     wrong = {"shards": lengths, "scale": number, "return_lse": FLAG, **team_and}
@@ -441,7 +445,8 @@ def test_warm_up():
 
 def test_spans():
     valid = {"sequences": [(0, 2)], "group": 1, "dtype": torch.float32}
-    check_table(ops.SequenceRanges.make, valid, {"sequences": (5, None, [5], ["x"], [(1.5, 2)])})
+    wrong = {"sequences": (5, None, [5], ["x"], [(1.5, 2)]), "group": COUNT, "block_m": (0, 8)}
+    check_table(ops.SequenceRanges.make, valid, wrong)
 
 
 def test_explain():

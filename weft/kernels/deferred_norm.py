@@ -11,14 +11,17 @@ normed. hidden * weight may exceed the range of fp16; bf16 and fp32 have the exp
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from weft.arguments import check_number
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix
+from weft.runtime.team.checks import check_is_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ def check_scales(op: str, x: ScaledMatrix, weight: torch.Tensor) -> None:
     """ValueError unless the scales of ``x``, if any, fit its rows and lie on the device of ``weight``."""
     if x.scales is None:
         return
-    rows, given = x.data.shape[0], x.scales.squares
+    rows, (given, eps) = x.data.shape[0], x.scales
+    check_is_tensor(op, "squares", given)
+    if type(eps) is not float:
+        check_number(f"{op}: eps", eps, 0.0, sys.float_info.max, "a finite number of at least 0")
     # Kernels take 0 parts for "nothing is deferred".
     fits = given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
     if given.dtype != torch.float32 or not fits or given.device != weight.device:

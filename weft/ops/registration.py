@@ -54,12 +54,13 @@ def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
 def check_divides(op: str, name: str, size: int, world_size: int) -> None:
     if size % world_size != 0:
         padded = -(-size // world_size) * world_size
-        raise ValueError(
-            f"{op}: {name}={size} is not divisible by world_size={world_size}; pad dimension 0 to {padded}"
-        )
+        dim = "M" if name == "M" else "dimension 0"
+        raise ValueError(f"{op}: {name}={size} is not divisible by world_size={world_size}; pad {dim} to {padded}")
 
 
 def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
+    """ValueError unless ``x`` is a tensor with a dimension 0."""
+    check_is_tensor(op, name, x)
     if x.dim() == 0:
         raise ValueError(f"{op}: {name} has no dimension 0 to split or join along; pass {name}.reshape(1)")
 

@@ -333,6 +333,7 @@ def test_the_schemas_and_fakes_tell_the_truth():
         (torch.ones(2), r"squares is torch.float32 \(2,\)"),
         (torch.ones(2, 0), r"squares is torch.float32 \(2, 0\)"),
         (torch.ones(2, 1).double(), r"squares is torch.float64"),
+        (None, "squares=None is not a tensor"),
     ],
 )
 def test_squares_of_other_rows_are_refused(squares, message):

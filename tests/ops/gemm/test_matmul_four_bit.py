@@ -191,6 +191,10 @@ ZEROS = torch.zeros(4, 2, dtype=torch.uint8)
         ),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), zeros=ZEROS)), "zeros has shape .* for int4 alone"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 1), torch.float32, zeros=ZEROS)), r"pass that of the scales, \(4, 1\)"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 8))._replace(data=None)), "weight.data=None is not a tensor"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 8))._replace(scales=None)), "weight.scales=None is not a tensor"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 16))._replace(scales=torch.ones(4, 16, dtype=torch.uint8)[:, ::2])),
+         r"pass weight.scales.contiguous\(\)"),
         (lambda: ops.matmul_silu_mul(X, weight_of(5, 256, (5, 8))), r"5 rows, an odd number"),
         (lambda: ops.matmul_parts(X[0], weight_of(4, 256, (4, 8))), r"x has shape \(256,\)"),
         (

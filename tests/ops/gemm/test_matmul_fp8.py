@@ -242,6 +242,8 @@ def weight_of(N, K, scales, **fields):
             lambda: ops.matmul(Fp8(torch.zeros(2, 256).to(E4M3), torch.ones(2, 1)), weight_of(4, 256, (1, 2))),
             r"x.scales has shape \(2, 1\).*asks for \[2, 2\]",
         ),
+        (lambda: ops.matmul(torch.ones(2, 256).half(), weight_of(4, 256, (1, 2))._replace(data=None)), "weight.data=None"),
+        (lambda: ops.matmul(torch.ones(2, 256).half(), weight_of(4, 256, (1, 2))._replace(scales=None)), "weight.scales=None"),
         (lambda: ops.matmul_silu_mul(torch.ones(2, 256).half(), weight_of(5, 256, (1, 2))), r"5 rows, an odd number"),
         (
             lambda: ops.matmul(torch.ones(2, 256).half(), weight_of(4, 256, (1, 2), input_scale=torch.ones(1, 1))),

@@ -247,7 +247,10 @@ def paged_prefill_attention(
     group = q.shape[1] // keys.shape[1]
     if not isinstance(spans, SequenceRanges):
         block_m = block_m_of(q.dtype, group) if invariant else None
-        spans = SequenceRanges.make(spans, group, q.dtype, block_m=block_m).to(q.device)
+        try:
+            spans = SequenceRanges.make(spans, group, q.dtype, block_m=block_m).to(q.device)
+        except ValueError as error:
+            raise ValueError(f"{op}: spans: {error}") from None
     check_like(op, "spans.spans", spans.spans, q.device, (torch.int32,))
     for what, given, limit in (
         ("tokens, which q must have", spans.tokens, q.shape[0]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.arguments import quoted
+from weft.arguments import check_int, quoted
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
@@ -62,7 +62,8 @@ class SequenceRanges:
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
         if real > tokens or given > batch:
             raise ValueError(f"{given} sequences of {real} tokens are more than {batch} of {tokens}")
-        block_m = block_m or default_block_m(dtype)
+        check_int("group", group, 1)
+        block_m = default_block_m(dtype) if block_m is None else block_m
         if block_m < 16 or block_m & (block_m - 1):
             raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
         rows, tiles = _rows_and_tiles([*sequences, (real - tokens, tokens - real)], group, block_m)

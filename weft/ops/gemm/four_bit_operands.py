@@ -18,7 +18,7 @@ from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import check_matrix, check_product, described
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
-from weft.ops.registration import HALVES
+from weft.ops.registration import HALVES, check_is_tensor
 from weft.runtime.arithmetic import cdiv
 
 
@@ -42,7 +42,9 @@ def by_design(
 
 def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> None:
     """ValueError unless x and the weight are matrices on one device, with scales that fit."""
-    (data, scales, K, zeros), N = weight, len(weight.data)
+    data, scales, K, zeros = weight
+    for name, of in (("weight.data", data), ("weight.scales", scales)):
+        check_is_tensor(op, name, of)
     for name, of, dtypes in (
         ("x", x, HALVES),
         ("weight.data", data, (torch.uint8,)),
@@ -54,6 +56,7 @@ def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> No
         check_matrix(op, name, of, dtypes, data.device, "a 4-bit")
         if name != "x" and not of.is_contiguous():
             raise ValueError(f"{op}: {name} has strides {of.stride()}; pass {name}.contiguous()")
+    N = len(data)
     check_product(op, x.shape[1], N, K, gated)
     if data.shape[1] != cdiv(K, BLOCK) * BLOCK // 2:
         raise ValueError(

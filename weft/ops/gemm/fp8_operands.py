@@ -72,11 +72,13 @@ def check_product(op: str, columns: int, N: int, K: int, gated: bool) -> None:
 def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
     """ValueError unless the rows and the weight are matrices on one device with scales that fit them."""
     rows = x.data
+    check_is_tensor(op, "weight.data", weight.data)
     for name, matrix in (("x", rows), ("weight", weight)):
-        of, scales = (matrix.data, matrix.scales) if isinstance(matrix, Fp8) else (matrix, None)
-        check_matrix(op, name, of, HALVES if scales is None else (E4M3,), weight.device, "an fp8")
-        if scales is not None:
-            _check_scales(op, name, of, scales, weight.device)
+        if isinstance(matrix, Fp8):
+            check_matrix(op, name, matrix.data, (E4M3,), weight.device, "an fp8")
+            _check_scales(op, f"{name}.scales", matrix.scales, weight.device)
+        else:
+            check_matrix(op, name, matrix, HALVES, weight.device, "an fp8")
     (N, K), columns = weight.shape, rows.shape[1]
     check_product(op, columns, N, K, gated)
     block = (spread(weight.scales.shape[0], N), spread(weight.scales.shape[1], K))
@@ -89,7 +91,7 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
     if isinstance(rows, Fp8):
         _check_scales_of_rows(op, rows, weight)
     if weight.input_scale is not None:
-        _check_scales(op, "weight.input_scale", None, weight.input_scale, weight.device)
+        _check_scales(op, "weight.input_scale", weight.input_scale, weight.device)
         if weight.input_scale.numel() != 1 or weight.is_grouped:
             raise ValueError(
                 f"{op}: weight.input_scale has shape {tuple(weight.input_scale.shape)}; pass one scale, [1, 1], and "
@@ -106,12 +108,11 @@ def _check_scales_of_rows(op: str, rows: Fp8, weight: Fp8) -> None:
         )
 
 
-def _check_scales(op: str, name: str, of: torch.Tensor | None, scales: torch.Tensor, device: torch.device) -> None:
+def _check_scales(op: str, name: str, scales: torch.Tensor, device: torch.device) -> None:
     check_is_tensor(op, name, scales)
     if scales.dtype != torch.float32 or scales.dim() != 2 or scales.device != device:
-        label = name if of is None else f"{name}.scales"
         raise ValueError(
-            f"{op}: {label} is {scales.dtype} {tuple(scales.shape)} on {scales.device}; pass a float32 matrix on {device}"
+            f"{op}: {name} is {scales.dtype} {tuple(scales.shape)} on {scales.device}; pass a float32 matrix on {device}"
         )
 
 

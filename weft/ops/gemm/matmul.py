@@ -42,6 +42,7 @@ from weft.ops.knobs import around, flipped, knob
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, define, register
+from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
@@ -112,6 +113,7 @@ def matmul(
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
+    check_flag("matmul", "invariant", invariant)
     if invariant:
         sliced.check("matmul", x, b)
     if invariant and isinstance(b, Fp8):

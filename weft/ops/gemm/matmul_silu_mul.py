@@ -25,7 +25,7 @@ from weft.ops.gemm.sliced import Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like, check_row_format
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_is_tensor
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_is_tensor
 from weft.plan.planned import AUTO, machine
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def matmul_silu_mul(
     design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_choice("matmul_silu_mul", "activation", activation, ACTIVATIONS)
+    check_flag("matmul_silu_mul", "invariant", invariant)
     if invariant:
         if isinstance(weight, Fp8):
             raise ValueError("matmul_silu_mul: invariant=True with an fp8 weight; call matmul and silu_mul")

@@ -96,14 +96,14 @@ def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities
 
 
 def check(op: str, x: ScaledMatrix, weight: torch.Tensor | Fp8 | FourBit) -> None:
-    """ValueError unless an invariant GEMM takes these operands, beside the checks of any GEMM."""
+    """ValueError unless an invariant GEMM takes these operands, beside the checks of any GEMM, which come after."""
     if isinstance(weight, Fp8):
         if not weight.is_grouped or columns_of(weight) != COLUMNS.value:
             raise ValueError(
                 f"{op}: invariant=True with weight.scales of {tuple(weight.scales.shape)} for a weight of "
                 f"{tuple(weight.shape)}; scales of blocks of {COLUMNS.value} columns alone do not depend on the ranks' shares"
             )
-    elif isinstance(weight, FourBit) or weight.dtype not in HALVES:
+    elif isinstance(weight, FourBit) or getattr(weight, "dtype", HALVES[0]) not in HALVES:
         kind = "4 bits" if isinstance(weight, FourBit) else weight.dtype
         raise ValueError(f"{op}: invariant=True with a weight of {kind}; pass bfloat16, float16, or fp8 in blocks")
     if x.scales is not None:

@@ -56,7 +56,7 @@ from weft.ops.overlap.pipelined import (
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential, rows_overlap
 from weft.ops.overlap.sliced_reduce import SlicedReduce
 from weft.ops.overlap.space import fused_tiles, pipelines
-from weft.ops.registration import check_team
+from weft.ops.registration import check_flag, check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -115,6 +115,7 @@ def matmul_all_reduce(
     on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
+    check_flag("matmul_all_reduce", "invariant", invariant)
     if invariant:
         sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if isinstance(b, Fp8):

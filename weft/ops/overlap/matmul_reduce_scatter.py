@@ -33,7 +33,7 @@ from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multi
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import fused_tiles, pipelines
-from weft.ops.registration import check_team
+from weft.ops.registration import check_divides, check_has_rows, check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
@@ -89,14 +89,12 @@ def matmul_reduce_scatter(
     for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_reduce_scatter", team, over_nodes=True)
-    if not isinstance(b, Fp8):
+    if isinstance(b, Fp8):
+        check_has_rows("matmul_reduce_scatter", "a", a.data if isinstance(a, Fp8) else a)
+    else:
         check_operands("matmul_reduce_scatter", a, b, device)
     check_own_first("matmul_reduce_scatter", own_first, team)
-    M, world = a.shape[0], team.size
-    if M % world:
-        raise ValueError(
-            f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
-        )
+    check_divides("matmul_reduce_scatter", "M", a.shape[0], team.size)
     if isinstance(b, Fp8):
         return _FP8.call_with(a, [b], team, own_first)[0]
     return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first)

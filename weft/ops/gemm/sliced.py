@@ -96,7 +96,7 @@ def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities
 
 
 def check(op: str, x: ScaledMatrix, weight: torch.Tensor | Fp8 | FourBit) -> None:
-    """ValueError unless an invariant GEMM takes these operands, beside the checks of any GEMM, which come after."""
+    """ValueError unless an invariant GEMM takes these operands; the checks of any GEMM come after."""
     if isinstance(weight, Fp8):
         if not weight.is_grouped or columns_of(weight) != COLUMNS.value:
             raise ValueError(

@@ -250,10 +250,11 @@ class AllGatherMatmul(Overlapped):
             dense = isinstance(b, Fp8) or has_dense_rows(b)
             sizes = rows, *b.shape, b.dtype, own_first, dense, form_of(b)
             agree(self.name, team, (*names, "b has dense rows", "b's scales are of"), sizes)
-        # The design of the widest b serves all, and so must read all.
-        calls = [call_of(team.size * rows, a, b, own_first) for b in bs]
-        dense, aligned = (all(getattr(one, name) for one in calls) for name in ("dense", "aligned"))
-        call = max(calls, key=lambda one: one.N)._replace(dense=dense, aligned=aligned)
+        call = call_of(team.size * rows, a, bs[0], own_first)
+        for b in bs[1:]:
+            # The design of the widest b serves all, and so must read all.
+            one, widest = call_of(team.size * rows, a, b, own_first), max(call.N, b.shape[0])
+            call = call._replace(N=widest, dense=call.dense and one.dense, aligned=call.aligned and one.aligned)
         return self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers, into)
 
     def eager(

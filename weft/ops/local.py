@@ -31,6 +31,11 @@ def machine_on(device: torch.device) -> Machine:
     return machine(capabilities_of(device), 1)
 
 
+def compiler_options(design: Any, caps: capabilities.Capabilities) -> dict[str, Any]:
+    """Options of a launch by a design that names warps and stages."""
+    return {"num_warps": design.num_warps, "num_stages": design.num_stages, **capabilities.launch_options(caps)}
+
+
 @functools.lru_cache
 def _probe(device: torch.device) -> capabilities.Capabilities:
     return capabilities.probe(device, [])

@@ -13,6 +13,7 @@ import torch
 
 from weft.arguments import check_int
 from weft.kernels.fp8 import COLUMNS, RowFormat
+from weft.kernels.paged_cache import Sequences
 from weft.ops.case import Case
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import Op
@@ -63,6 +64,30 @@ class AttentionOp(Op):
         """Bytes of keys and values."""
         pairs, tokens, head_dim = sizes
         return 2 * pairs * tokens * head_dim * dtype.itemsize
+
+
+def check_sequences(
+    op: str,
+    sequences: Sequences,
+    rows: int,
+    device: torch.device,
+    *,
+    queries: int = 1,
+    columns: str = "max_pages",
+) -> None:
+    """ValueError unless pages and lengths are of ``rows`` rows of q, ``queries`` of each sequence.
+
+    columns  name of the page table's
+    """
+    if type(queries) is not int or queries != 1:
+        check_int(f"{op}: queries", queries, 1)
+    if rows % queries:
+        raise ValueError(
+            f"{op}: q has {rows} rows, which queries={queries} does not divide; pass all new tokens of a sequence"
+        )
+    for name, x, shape in zip(Sequences._fields, sequences, ((rows // queries, columns), (rows,)), strict=True):
+        check_like(op, name, x, device, (torch.int32,))
+        check_shape(op, name, x, shape)
 
 
 def check_window(op: str, window: int | None) -> None:

@@ -42,12 +42,19 @@ from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding, writes_heads
+from weft.ops.attention.attention_op import (
+    check_heads,
+    check_scores,
+    check_sequences,
+    check_window,
+    hiding,
+    writes_heads,
+)
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
 from weft.ops.case import Case, Draw, Inputs, agreed, format_of
-from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
+from weft.ops.local import capabilities_of, check_dtype, check_row_format
 from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar
 from weft.runtime.team.team import Team
@@ -204,16 +211,15 @@ def decode_attention(
     check_projected(op, rows, norms, angles, cache, bias, tokens="B")
     B, heads, D = rows.shape[-2], keys.shape[1], keys.shape[3]
     check_heads(op, rows.shape[-1] // D - 2 * heads, keys)
-    for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
-        check_like(op, name, x, rows.device, (torch.int32,))
-        check_shape(op, name, x, shape)
+    sequences = Sequences(pages, lengths)
+    check_sequences(op, sequences, B, rows.device)
     check_tickets(op, tickets, B * heads, rows.device)
     check_scalar(op, "eps", eps)
     check_window(op, window)
     check_scores(op, rows.shape[-1] // D - 2 * heads, rows.device, scale, softcap, sinks)
     if squares is not None:
         check_scales(op, qkv.operand, rows)
-    places = angles, keys, values, Sequences(pages, lengths)
+    places = angles, keys, values, sequences
     options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale, softcap, sinks
     check_row_format(op, fp8, rows.device)
     given = DecodeArguments(rows, squares, norm_eps, norms, *places, *options)

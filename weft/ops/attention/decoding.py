@@ -16,10 +16,9 @@ from weft.ops.attention.fixed_runs import FixedRuns, fixed_runs_for, parts_in_ru
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
 from weft.ops.knobs import check_knobs, counts, halved, knob, stepped
-from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_like, check_sizes, compiler_options, machine_on
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_on
 
@@ -238,9 +237,8 @@ def launch_of(
     parts = parts_of(group, queries, pairs)
 
     def constants() -> dict[str, Any]:
-        compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
         tile = tile_of(design, group=group, D=D, window=window, queries=queries, parts=parts, q_heads=q_heads)
-        return {"SIZES": sizes, "TILE": tile, **own, **compiled}
+        return {"SIZES": sizes, "TILE": tile, **own, **compiler_options(design, caps)}
 
     # Without the number of splits, which the batch decides.
     tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window

@@ -7,7 +7,7 @@ in any way, beside drafts, and in any batch (weft.kernels.fixed_runs).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -28,9 +28,8 @@ from weft.kernels.online_softmax import ScoreRule, before_keys, sinks_at
 from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of_scores
 from weft.kernels.slices import shape_free_dots
 from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
-from weft.ops.local import capabilities_of
+from weft.ops.local import capabilities_of, compiler_options
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 
@@ -278,12 +277,12 @@ def attend_in_runs(
     programs = min(design.programs, runs)
     tile = RunTile(group, block_m, design.block_n, design.run, per, programs > 1, window)
 
-    def constants() -> dict[str, Any]:
-        compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-        return {"SIZES": sizes, "TILE": tile, "QUERIES": queries, **compiled}
-
-    key = (tile, sizes, queries, design.num_warps, design.num_stages)
-    launch = launch_on(q.device, fixed_runs_kernel, key, constants)
+    launch = launch_on(
+        q.device,
+        fixed_runs_kernel,
+        (tile, sizes, queries, design.num_warps, design.num_stages),
+        lambda: {"SIZES": sizes, "TILE": tile, "QUERIES": queries, **compiler_options(design, caps)},
+    )
     scratch = RunPartials(out, out, out)
     if programs > 1:
         fp32 = {"dtype": torch.float32, "device": q.device}

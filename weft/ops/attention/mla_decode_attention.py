@@ -16,20 +16,18 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int
 from weft.kernels.latent_attention import HeadRows, LatentTile, attend_to_latents
 from weft.kernels.online_softmax import LOG2_E
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import PAGE_SIZES
+from weft.ops.attention.attention_op import PAGE_SIZES, check_sequences
 from weft.ops.attention.merge_attention import merge_into
 from weft.ops.attention.mla_plan import LatentBlocks, MLACall, MLAPlan
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, machine_on
+from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, compiler_options, machine_on
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
 from weft.runtime.team.team import Team
 
@@ -120,18 +118,12 @@ def mla_decode_attention(
     check_like(op, "q_rope", q_rope, q.device, (q.dtype,))
     check_shape(op, "q_rope", q_rope, (T, H, "R"))
     check_latents(op, cache, q, L, q_rope.shape[2])
-    check_int(f"{op}: queries", queries, 1)
     if H == 0:
         raise ValueError(f"{op}: q has shape {tuple(q.shape)}; pass 1 or more heads")
-    if T % queries:
-        raise ValueError(
-            f"{op}: q has {T} rows, which queries={queries} does not divide; pass all new tokens of a sequence"
-        )
-    for name, x, shape in (("pages", pages, (T // queries, "max_pages")), ("lengths", lengths, (T,))):
-        check_like(op, name, x, q.device, (torch.int32,))
-        check_shape(op, name, x, shape)
+    sequences = Sequences(pages, lengths)
+    check_sequences(op, sequences, T, q.device, queries=queries)
     check_scalar(op, "scale", scale)
-    return MLA_DECODE_ATTENTION.dispatch(MLAArguments(q, q_rope, cache, Sequences(pages, lengths), scale, queries))
+    return MLA_DECODE_ATTENTION.dispatch(MLAArguments(q, q_rope, cache, sequences, scale, queries))
 
 
 def check_latents(op: str, cache: torch.Tensor, like: torch.Tensor, latent: int, rope: int) -> None:
@@ -244,12 +236,12 @@ class MLADecodeAttention(MLAPlan):
         tile = LatentTile(latent, given.q_rope.shape[2], heads, queries, design.block_m, design.block_n, design.least)
         _, page, width = given.cache.shape
 
-        def constants() -> dict[str, Any]:
-            compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-            return {"SIZES": CacheSizes(1, page, width), "TILE": tile, **compiled}
-
-        key = tile, page, design.num_warps, design.num_stages
-        launch = launch_on(out.device, mla_decode_attention_kernel, key, constants)
+        launch = launch_on(
+            out.device,
+            mla_decode_attention_kernel,
+            (tile, page, design.num_warps, design.num_stages),
+            lambda: {"SIZES": CacheSizes(1, page, width), "TILE": tile, **compiler_options(design, caps)},
+        )
         outs, lses = out, lse
         if splits > 1:
             outs = out.new_empty((splits, *out.shape), dtype=torch.float32)

@@ -8,7 +8,7 @@ rotated = (a cos - b sin, b cos + a sin)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -241,10 +241,8 @@ class MLANormRope(Op):
         (_, heads, rope), caps = rotated.shape, capabilities_of(rows.device)
         sizes = RowSizes(len(given.weight), rope, heads, given.cache.shape[1], given.interleaved)
 
-        def constants() -> dict[str, Any]:
-            return {"SIZES": sizes, **launch_options(caps)}
-
-        launch, kv = launch_on(rows.device, mla_norm_rope_kernel, sizes, constants), rows_contiguous(given.kv)
+        options, kv = lambda: {"SIZES": sizes, **launch_options(caps)}, rows_contiguous(given.kv)
+        launch = launch_on(rows.device, mla_norm_rope_kernel, sizes, options)
         launch(
             len(rows),
             HeadRows.of(given.q_rope),

@@ -21,12 +21,18 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int
 from weft.kernels.online_softmax import MIN_ROWS, ScoreRule, attend, attend_many, sinks_at, ways
 from weft.kernels.paged_cache import Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import check_heads, check_scale, check_scores, check_window, hiding
+from weft.ops.attention.attention_op import (
+    check_heads,
+    check_scale,
+    check_scores,
+    check_sequences,
+    check_window,
+    hiding,
+)
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
@@ -177,22 +183,15 @@ def paged_attention(
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     B = q.shape[0]
-    check_int(f"{op}: queries", queries, 1)
-    if B % queries:
-        raise ValueError(
-            f"{op}: q has {B} rows, which queries={queries} does not divide; pass all new tokens of a sequence"
-        )
     check_heads(op, q.shape[1], keys)
-    for name, x, shape in (("pages", pages, (B // queries, "max_pages")), ("lengths", lengths, (B,))):
-        check_like(op, name, x, q.device, (torch.int32,))
-        check_shape(op, name, x, shape)
+    sequences = Sequences(pages, lengths)
+    check_sequences(op, sequences, B, q.device, queries=queries)
     check_tickets(op, tickets, B * heads, q.device)
     check_window(op, window)
     check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     if queries > 1:
         check_scale(op, scale)
     scale = D**-0.5 if scale is None else scale
-    sequences = Sequences(pages, lengths)
     check_flag(op, "invariant", invariant)
     given = q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries, softcap, sinks, invariant
     return PAGED_ATTENTION.dispatch(PagedArguments(*given))

@@ -55,13 +55,13 @@ from weft.ops.local import (
     check_row_format,
     check_shape,
     check_sizes,
+    compiler_options,
     machine_on,
 )
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 
@@ -506,14 +506,14 @@ class PagedPrefillAttention(AttentionOp):
             return quantized_parts(rows, format, capabilities_of(q.device))
         programs, caps = tiles.shape[0] * sizes.heads, capabilities_of(q.device)
         tile = PrefillTile(q.shape[1] // sizes.heads, given.block_m, design.block_n, given.window)
-
-        def constants() -> dict[str, Any]:
-            compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-            return {"SIZES": sizes, "TILE": tile, **compiled}
-
         cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
         if programs:
-            launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, tile), constants)
+            launch = launch_on(
+                q.device,
+                paged_prefill_attention_kernel,
+                (design, sizes, tile),
+                lambda: {"SIZES": sizes, "TILE": tile, **compiler_options(design, caps)},
+            )
             arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1]
             launch(programs, *arguments, ScoreRule.of(given.scale, given.softcap, given.sinks), fp8)
         return out if format is None else (out, scales)

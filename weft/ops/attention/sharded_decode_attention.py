@@ -29,7 +29,7 @@ from weft.kernels.online_softmax import DecodeTile, ScoreRule, attend, sinks_at,
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
+from weft.ops.attention.attention_op import check_heads, check_scores, check_sequences, check_window, hiding
 from weft.ops.attention.decoding import (
     SplitKV,
     scratch_of,
@@ -61,7 +61,7 @@ from weft.ops.attention.sharded_plan import (
 )
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
-from weft.ops.local import check_like, check_shape
+from weft.ops.local import check_shape, compiler_options
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, machine_of
@@ -269,14 +269,13 @@ def sharded_decode_attention(
     check_shape(op, "q", q, ("B", "Hq", D))
     check_heads(op, q.shape[1], keys)
     check_own_heads(op, q.shape[1], team.size)
-    for name, x, shape in (("pages", pages, (len(q), "local_pages")), ("lengths", lengths, (len(q),))):
-        check_like(op, name, x, q.device, (torch.int32,))
-        check_shape(op, name, x, shape)
+    sequences = Sequences(pages, lengths)
+    check_sequences(op, sequences, len(q), q.device, columns="local_pages")
     check_window(op, window)
     check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
-    places = keys, values, Sequences(pages, lengths)
+    places = keys, values, sequences
     return SHARDED_DECODE_ATTENTION.dispatch(
         ShardedArguments(q, *places, scale, team.name, algorithm, k_scale, v_scale, window, softcap, sinks)
     )
@@ -373,14 +372,12 @@ class ShardedDecodeAttention(ShardedPlan):
                 )
         words, arrivals = words_of(team, heads, D, fused=fused)
         tile = long_tile_of(split, heads.group, D, window)
-        options = launch_options(team.caps)
         attention = launch_of(
             team,
             sharded_attention_kernel,
             (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused, window),
             lambda: {
-                "SIZES": sizes, "TILE": tile, "HEADS": heads, "FUSED": fused, "num_warps": split.num_warps,
-                "num_stages": split.num_stages, **options,
+                "SIZES": sizes, "TILE": tile, "HEADS": heads, "FUSED": fused, **compiler_options(split, team.caps),
             },
         )  # fmt: skip
         sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
@@ -393,7 +390,13 @@ class ShardedDecodeAttention(ShardedPlan):
                 team,
                 merge_heads_kernel,
                 (heads, D),
-                lambda: {"HEADS": heads, "ROWS": rows, "D": D, "num_warps": MERGE_WARPS.value, **options},
+                lambda: {
+                    "HEADS": heads,
+                    "ROWS": rows,
+                    "D": D,
+                    "num_warps": MERGE_WARPS.value,
+                    **launch_options(team.caps),
+                },
             )
             merge((B, cdiv(heads.held, rows)), out, lse, words, team.view)
         return out, lse

@@ -15,7 +15,7 @@ from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention.gathered_plan import GatheredArguments
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
-from weft.runtime.capabilities import launch_options
+from weft.ops.local import compiler_options
 from weft.runtime.launching import launch_of
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def attend(
     ranges, tiles = tables
 
     def constants() -> dict[str, Any]:
-        compiled = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **launch_options(team.caps)}
-        return {"SIZES": sizes, "TILE": tile, "GATHERED": channel is not None, "WITH_LSE": return_lse, **compiled}
+        own = {"SIZES": sizes, "TILE": tile, "GATHERED": channel is not None, "WITH_LSE": return_lse}
+        return {**own, **compiler_options(blocks, team.caps)}
 
     programs = tiles.shape[0] * heads
     if programs:

@@ -13,7 +13,6 @@ number of programs that share one, are free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -30,7 +29,7 @@ from weft.kernels.slices import SLICES, as_node, joined, node_of, shape_free_dot
 from weft.ops.gemm.fp8_operands import columns_of, described, quantized_for
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
-from weft.ops.local import capabilities_of
+from weft.ops.local import capabilities_of, compiler_options
 from weft.ops.registration import HALVES
 from weft.plan.planned import Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -260,7 +259,6 @@ def run(
     caps = capabilities_of(x.device)
     count = slices // programs
     block = Block(*map(tl.constexpr, (design.block_m, design.block_n, step, True, 1, 1)))
-    options: dict[str, Any] = launch_options(caps)
     launch = launch_on(
         x.device,
         sliced_kernel,
@@ -269,11 +267,9 @@ def run(
             "COUNT": count,
             "ROUNDED": rounded,
             "ACTIVATION": activation,
-            "num_warps": design.num_warps,
-            "num_stages": design.num_stages,
             # Sums of fp8 steps are multiplied by scales and added, by two instructions in every tile.
             "enable_fp_fusion": False,
-            **options,
+            **compiler_options(design, caps),
         },
     )
     tiles = cdiv(M, design.block_n) * cdiv(N, design.block_m)

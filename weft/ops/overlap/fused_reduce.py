@@ -24,6 +24,7 @@ from weft.kernels.gemm_tile import (
     packed,
     store_tile,
 )
+from weft.kernels.operands import rows_contiguous
 from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
@@ -31,6 +32,7 @@ from weft.kernels.tile_schedule import (
     first_tile,
     from_argument,
     locate,
+    make_tiles,
     owner_of,
     place_of,
     work_at,
@@ -39,11 +41,12 @@ from weft.kernels.tile_schedule import (
 from weft.ops.gemm import persistent
 from weft.ops.gemm.tile import Tile
 from weft.ops.knobs import around, check_knobs, flipped, halved, knob, powers
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
+from weft.runtime.team.workspace import grown_workspace
 
 if TYPE_CHECKING:
-    from weft.kernels.tile_schedule import Tiles
     from weft.runtime.team.team import Team
 
 
@@ -270,21 +273,36 @@ def deliver(x, at, part, out, target, buffers, block, team, REPLICATE: tl.conste
         tl.store(send + offsets, x.to(out.dtype.element_ty))
 
 
-def launch(
+def buffers_of(team: Team, op: str, dtype: torch.dtype, buffer_size: int, replicate: bool) -> Buffers:
+    """Memory of the op's calls with receive buffers of this size. Collective where it is made."""
+
+    def make(capacity: int) -> Buffers:
+        peers, flags = team.size - 1, capacity // persistent.SMALLEST_TILE
+        received = team.empty((peers, capacity) if replicate else (2, peers, capacity), dtype=dtype)
+        arrived, epoch = team.signals((peers, flags)), team.local((2,), torch.int32)
+        results, ready = received, arrived  # not used where every rank keeps its sums
+        if replicate:
+            results, ready = team.empty((team.size * capacity,), dtype=dtype), team.signals((team.size * flags,))
+        return Buffers(received, arrived, epoch, results, ready, capacity, flags)
+
+    return grown_workspace(team, (op, dtype), buffer_size, make)
+
+
+def run(
+    op: str,
     design: Fused,
     team: Team,
     matrices: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
-    tiles: Tiles,
-    buffers: Buffers,
+    *,
     local_first: bool = False,
     replicate: bool = False,
 ) -> None:
-    """Run the kernel on ``matrices`` (a, b), with dense rows.
-
-    tiles: of the whole result, none split along K
-    """
-    (a, b), tile = matrices, design.tile
+    """Run the kernel on ``matrices`` (a, b). op: whose buffers it uses."""
+    (a, b), tile, panels = map(rows_contiguous, matrices), design.tile, 1 if replicate else team.size
+    tiles = make_tiles(*out.shape, panels=panels, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
+    buffer_size = cdiv(tiles.count, team.size) * tile.block_m * tile.block_n
+    buffers = buffers_of(team, op, a.dtype, buffer_size, replicate)
     scratch = persistent.scratch_for(team, tile, a.dtype)
     programs = persistent.programs_for(team, tiles, tile, design.split)
     tiles = persistent.with_split(tiles, programs, design.split)
@@ -294,19 +312,7 @@ def launch(
         switches = {"LOCAL_FIRST": local_first, "REPLICATE": replicate, "launch_cooperative_grid": True}
         return switches | tile.options(descriptors, team.caps.arch)
 
-    prepared = launch_of(team, matmul_reduce_kernel, (design, descriptors, local_first, replicate), constants)
-    block = tile.block(descriptors, design.piece)
-    sizes = persistent.sizes_of(a, b)
-    prepared(
-        programs,
-        *operands,
-        out,
-        scratch.send,
-        buffers,
-        scratch.split,
-        a.shape[0],
-        sizes,
-        as_argument(tiles),
-        block,
-        team.view,
-    )
+    launch = launch_of(team, matmul_reduce_kernel, (design, descriptors, local_first, replicate), constants)
+    block, sizes = tile.block(descriptors, design.piece), persistent.sizes_of(a, b)
+    memory = scratch.send, buffers, scratch.split
+    launch(programs, *operands, out, *memory, a.shape[0], sizes, as_argument(tiles), block, team.view)

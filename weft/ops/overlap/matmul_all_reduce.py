@@ -12,13 +12,13 @@ import torch
 from weft.costs import gemms
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import ScaledMatrix, rows_contiguous
-from weft.kernels.tile_schedule import buffer_of, make_tiles
+from weft.kernels.tile_schedule import buffer_of
 from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import ScatterGather
-from weft.ops.gemm import persistent, sliced, small_m
+from weft.ops.gemm import sliced, small_m
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
@@ -30,7 +30,7 @@ from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce, sliced_reduce
 from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
-from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
+from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.operands import (
     Operand,
@@ -150,7 +150,7 @@ class MatmulAllReduce(Overlapped):
             return self._over_nodes(call, machine)
         planned = super().choose(call, machine)
         if planned.name == "fused" and call.design == AUTO:
-            _, elements = buffer_elements(call.M, call.N, machine.world_size, planned.design.tile)
+            elements = buffer_elements(call.M, call.N, machine.world_size, planned.design.tile)
             if elements > MOST_ELEMENTS:
                 reason = f"{elements:,} elements > {MOST_ELEMENTS:,}, the most of the fused kernel's receive buffers"
                 return Planned("pipelined", self.default("pipelined", call, machine), reason)
@@ -299,11 +299,10 @@ register(MATMUL_ALL_REDUCE)
 _FP8 = OverlappedFp8(MATMUL_ALL_REDUCE)
 
 
-def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, int]:
-    """Elements of one receive buffer of the fused kernel, and of all receive buffers as allocated."""
+def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> int:
+    """Elements of all receive buffers of the fused kernel."""
     tiles = cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
-    buffer_size = cdiv(tiles, world_size) * tile.block_m * tile.block_n
-    return buffer_size, (world_size - 1) * capacity_for(buffer_size)
+    return (world_size - 1) * capacity_for(cdiv(tiles, world_size) * tile.block_m * tile.block_n)
 
 
 def _run_sequential(
@@ -325,17 +324,13 @@ def _run_sequential(
 
 
 def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    (M, N), tile = out.shape, design.tile
-    buffer_size, elements = buffer_elements(M, N, team.size, tile)
+    (M, N), elements = out.shape, buffer_elements(*out.shape, team.size, design.tile)
     if elements > MOST_ELEMENTS:
         raise ValueError(
             f"matmul_all_reduce: design='fused' has receive buffers of {elements} elements for M={M}, N={N}, more than "
             f"{MOST_ELEMENTS}; pass design='pipelined'"
         )
-    tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    buffers = _buffers(team, a.dtype, buffer_size)
-    matrices = rows_contiguous(a), rows_contiguous(b)
-    fused_reduce.launch(design, team, matrices, out, tiles, buffers, replicate=True)
+    fused_reduce.run("matmul_all_reduce", design, team, (a, b), out, replicate=True)
 
 
 def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: torch.Tensor) -> None:
@@ -421,22 +416,6 @@ def _collect(out: torch.Tensor, results: torch.Tensor, channel: CopyChannel, blo
         if peer != team.rank:
             theirs = out[rows_of(peer, len(out), team.size)].view(-1)
             theirs.copy_(results[peer, : theirs.numel()])
-
-
-def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
-    def make(capacity: int) -> Buffers:
-        flags = capacity // persistent.SMALLEST_TILE
-        return Buffers(
-            received=team.empty((team.size - 1, capacity), dtype=dtype),
-            arrived=team.signals((team.size - 1, flags)),
-            epoch=team.local((2,), torch.int32),
-            results=team.empty((team.size * capacity,), dtype=dtype),
-            ready=team.signals((team.size * flags,)),
-            buffer_size=capacity,
-            flags=flags,
-        )
-
-    return grown_workspace(team, ("matmul_all_reduce", dtype), buffer_size, make)
 
 
 def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:

@@ -11,13 +11,12 @@ import torch
 
 from weft.costs import gemms
 from weft.kernels.fp8 import Fp8
-from weft.kernels.operands import has_dense_rows, rows_contiguous
-from weft.kernels.tile_schedule import make_tiles, place_of
+from weft.kernels.operands import has_dense_rows
+from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.gemm import persistent
 from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
@@ -28,7 +27,7 @@ from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
-from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
+from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized, rows_at
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
@@ -219,8 +218,10 @@ class MatmulReduceScatter(Overlapped):
 
             added_over_nodes(team, of_node, out, design.node)
             return out
-        run = _run_fused if isinstance(design, Fused) else _run_pipelined
-        run(design, team, quantized(a, b), b, out, local_first)
+        if isinstance(design, Fused):
+            fused_reduce.run(self.name, design, team, (a, b), out, local_first=local_first)
+        else:
+            _run_pipelined(design, team, quantized(a, b), b, out, local_first)
         return out
 
     def planned(
@@ -262,16 +263,6 @@ class MatmulReduceScatter(Overlapped):
 MATMUL_REDUCE_SCATTER = MatmulReduceScatter()
 register(MATMUL_REDUCE_SCATTER)
 _FP8 = OverlappedFp8(MATMUL_REDUCE_SCATTER)
-
-
-def _run_fused(
-    design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
-) -> None:
-    world, (rows, N), tile = team.size, out.shape, design.tile
-    tiles = make_tiles(rows, N, panels=world, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    buffers = _buffers(team, a.dtype, tiles.count // world * tile.block_m * tile.block_n)
-    matrices = rows_contiguous(a), rows_contiguous(b)
-    fused_reduce.launch(design, team, matrices, out, tiles, buffers, local_first)
 
 
 def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: torch.Tensor, local_first: bool) -> None:
@@ -347,15 +338,3 @@ def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
         return CopyChannel.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
 
     return grown_workspace(team, ("matmul_reduce_scatter pipelined", dtype), size, make)
-
-
-def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
-    def make(capacity: int) -> Buffers:
-        flags = capacity // persistent.SMALLEST_TILE
-        received = team.empty((2, team.size - 1, capacity), dtype=dtype)
-        arrived = team.signals((team.size - 1, flags))
-        epoch = team.local((2,), torch.int32)
-        # No results: every rank keeps its sums.
-        return Buffers(received, arrived, epoch, received, arrived, capacity, flags)
-
-    return grown_workspace(team, ("matmul_reduce_scatter", dtype), buffer_size, make)

@@ -15,13 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from torch._C import (
-    _autograd,
-    _functorch,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
+from torch._C import _autograd, _functorch, _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 
 from weft.arguments import did_you_mean, listed, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs

@@ -86,7 +86,7 @@ def test_the_cases_find_a_planted_bug(name, tmp_path):
                 continue
             y, *rest, adapters = inputs = module.ADD_ADAPTERS.inputs(case, 0, Draw(case, 0))
             expected = module.ADD_ADAPTERS.reference(case, 0, [inputs])
-            mutant.AddAdapters().forward(y, *rest, module._ends(case), adapters)
+            mutant.AddAdapters().forward(module.AdapterArguments(y, *rest, module._ends(case), adapters))
             worst = max(worst, ((y.double() - expected).abs().mean() / expected.abs().mean()).item())
         return worst
 

@@ -67,13 +67,7 @@ class AttentionOp(Op):
 
 
 def check_sequences(
-    op: str,
-    sequences: Sequences,
-    rows: int,
-    device: torch.device,
-    *,
-    queries: int = 1,
-    columns: str = "max_pages",
+    op: str, sequences: Sequences, rows: int, device: torch.device, *, queries: int = 1, columns: str = "max_pages"
 ) -> None:
     """ValueError unless pages and lengths are of ``rows`` rows of q, ``queries`` of each sequence.
 
@@ -105,12 +99,7 @@ def check_scale(op: str, scale: float | None) -> None:
 
 
 def check_scores(
-    op: str,
-    q_heads: int,
-    device: torch.device,
-    scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    op: str, q_heads: int, device: torch.device, scale: float | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
     """ValueError unless these make weights of scores: of ``q_heads`` query heads on ``device``."""
     for name, value in (("scale", scale), ("softcap", softcap)):

@@ -17,26 +17,9 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
-from weft.kernels.fp8 import (
-    COLUMNS,
-    Fp8,
-    RowFormat,
-    check_e4m3,
-    empty_rows,
-    fp8_of,
-    quantized_parts,
-    rows_argument,
-)
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, check_e4m3, empty_rows, fp8_of, quantized_parts, rows_argument
 from weft.kernels.online_softmax import ScoreRule, attend, sinks_at, ways
-from weft.kernels.paged_cache import (
-    PagedCache,
-    Sequences,
-    as_values,
-    cell_of,
-    pages_at,
-    scale_of_scores,
-    write_token,
-)
+from weft.kernels.paged_cache import PagedCache, Sequences, as_values, cell_of, pages_at, scale_of_scores, write_token
 from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads

@@ -8,6 +8,7 @@ Of a cache spread over W ranks (weft.kernels.block_cyclic) page = pages[b, at //
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -99,7 +100,19 @@ def decode_metadata(
     check_count("decode_metadata", "tickets", tickets)
     check_int("decode_metadata: ranks", ranks, 1)
     check_int("decode_metadata: rank", rank, 0, ranks - 1)
-    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets, rank, ranks, queries)
+    return DECODE_METADATA.dispatch(MetadataArguments(positions, pages, page_size, tickets, rank, ranks, queries))
+
+
+class MetadataArguments(NamedTuple):
+    """Arguments of decode_metadata."""
+
+    positions: torch.Tensor
+    pages: torch.Tensor
+    page_size: int
+    tickets: int
+    rank: int = 0
+    ranks: int = 1
+    queries: int = 1
 
 
 class DecodeMetadata(Op):
@@ -140,30 +153,21 @@ class DecodeMetadata(Op):
             fields = (("of_ranks", (rank, 3)),)
             yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(40, 1, 16), fields=fields)
 
-    def forward(
-        self,
-        positions: torch.Tensor,
-        pages: torch.Tensor,
-        page_size: int,
-        tickets: int,
-        rank: int = 0,
-        ranks: int = 1,
-        queries: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        outputs = self.fake(positions, pages, page_size, tickets, rank, ranks, queries)
-        grid = cdiv(max(len(positions), tickets), BLOCK)
+    def forward(self, given: MetadataArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs, positions, pages = self.fake(given), given.positions, given.pages
+        grid = cdiv(max(len(positions), given.tickets), BLOCK)
         if grid > 0:
-            sizes = len(positions), pages.shape[1], tickets, rank
-            options = launch_options(capabilities_of(positions.device))
-            constants = {"PAGE": page_size, "RANKS": ranks, "QUERIES": queries, "BLOCK": BLOCK, **options}
+            sizes = len(positions), pages.shape[1], given.tickets, given.rank
+            constants = {"PAGE": given.page_size, "RANKS": given.ranks, "QUERIES": given.queries, "BLOCK": BLOCK}
+            constants |= launch_options(capabilities_of(positions.device))
             decode_metadata_kernel[(grid,)](positions.contiguous(), pages.contiguous(), *outputs, *sizes, **constants)
         return outputs
 
-    def fake(self, positions, pages, page_size, tickets, rank=0, ranks=1, queries=1):
-        batch = positions.shape[0]
+    def fake(self, given: MetadataArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        positions, batch = given.positions, given.positions.shape[0]
         at, slots = (positions.new_empty((batch,)) for _ in range(2))
-        lengths = positions.new_empty((batch,), dtype=torch.int32)
-        return at, slots, lengths, positions.new_empty((tickets,), dtype=torch.int32)
+        lengths, arrivals = (positions.new_empty((size,), dtype=torch.int32) for size in (batch, given.tickets))
+        return at, slots, lengths, arrivals
 
 
 DECODE_METADATA = DecodeMetadata()

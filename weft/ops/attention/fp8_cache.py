@@ -21,11 +21,7 @@ def check_queries(op: str, q: torch.Tensor, k_scale: torch.Tensor | None) -> Non
 
 
 def cache_of(
-    op: str,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    op: str, keys: torch.Tensor, values: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> PagedCache:
     """A checked cache as kernels take it. ValueError for fp8 on a GPU without conversions."""
     if k_scale is not None:

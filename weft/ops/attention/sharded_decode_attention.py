@@ -30,11 +30,7 @@ from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_value
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import check_heads, check_scores, check_sequences, check_window, hiding
-from weft.ops.attention.decoding import (
-    SplitKV,
-    scratch_of,
-    tile_of,
-)
+from weft.ops.attention.decoding import SplitKV, scratch_of, tile_of
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.head_words import (
     MERGE_WARPS,

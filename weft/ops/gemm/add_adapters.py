@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -195,7 +195,19 @@ def add_adapters(
             )
     check_shape(name, "scale", scale, (count,))
     check_shape(name, "adapters", adapters, (T,))
-    ADD_ADAPTERS.dispatch(y, x, A, B, scale, list(map(int, ends)), adapters)
+    ADD_ADAPTERS.dispatch(AdapterArguments(y, x, A, B, scale, list(map(int, ends)), adapters))
+
+
+class AdapterArguments(NamedTuple):
+    """Arguments of add_adapters."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    scale: torch.Tensor
+    ends: Sequence[int]
+    adapters: torch.Tensor
 
 
 def by_torch(
@@ -256,16 +268,8 @@ class AddAdapters(Op):
         ):  # fmt: skip
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=fields)
 
-    def forward(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        scale: torch.Tensor,
-        ends: Sequence[int],
-        adapters: torch.Tensor,
-    ) -> None:
+    def forward(self, given: AdapterArguments) -> None:
+        y, x, A, B, scale, ends, adapters = given
         if y.numel() == 0:
             return
         (T, N), (count, width, K), rank = y.shape, A.shape, B.shape[2]
@@ -288,7 +292,7 @@ class AddAdapters(Op):
         programs = cdiv(T, rows) * cdiv(N, COLUMNS)
         expand(programs, y, y.stride(0), adapters, B, scale, inner, T, N, count, splits, first, second)
 
-    def fake(self, y, x, A, B, scale, ends, adapters):
+    def fake(self, given):
         return None
 
 

@@ -28,12 +28,7 @@ class MatmulDeferredNorm(Op):
     name = alias = "matmul_deferred_norm"
 
     def forward(
-        self,
-        scaled: torch.Tensor,
-        squares: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        activation: str | None,
+        self, scaled: torch.Tensor, squares: torch.Tensor, eps: float, weight: torch.Tensor, activation: str | None
     ) -> torch.Tensor:
         gated = activation is not None
         scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)

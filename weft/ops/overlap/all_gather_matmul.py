@@ -141,10 +141,7 @@ class AllGatherMatmul(Overlapped):
             return Pipelined(span=2 if call.N >= 8192 else 1)
         kind = torch.uint8 if call.fp8 else call.dtype
         gather = CollectiveCall(rows * call.K * kind.itemsize, kind)
-        return Sequential(
-            collective=ALL_GATHER.plan(gather, machine),
-            gemm=MATMUL.local_plan(call, machine),
-        )
+        return Sequential(collective=ALL_GATHER.plan(gather, machine), gemm=MATMUL.local_plan(call, machine))
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
@@ -370,12 +367,7 @@ def _run_sequential(
 
 
 def _run_pipelined(
-    design: Pipelined,
-    team: Team,
-    shard: Operand,
-    bs: Sequence[Operand],
-    outs: list[torch.Tensor],
-    local_first: bool,
+    design: Pipelined, team: Team, shard: Operand, bs: Sequence[Operand], outs: list[torch.Tensor], local_first: bool
 ) -> torch.Tensor:
     """Run a GEMM for the own shard, then one for each chunk of each peer's shard as it arrives.
 

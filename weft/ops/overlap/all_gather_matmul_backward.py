@@ -96,13 +96,7 @@ class AllGatherMatmulBackward(Op):
         return Planned(design, self.designs[design](scatter=scatter), f"asked for design={design!r}")
 
     def forward(
-        self,
-        grad: torch.Tensor,
-        a_shard: torch.Tensor,
-        b: torch.Tensor,
-        team: str,
-        own_first: bool,
-        dtype: torch.dtype,
+        self, grad: torch.Tensor, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool, dtype: torch.dtype
     ) -> list[torch.Tensor]:
         members = find_team(team)
         results = self.fake(grad, a_shard, b, team, own_first, dtype)

@@ -32,16 +32,7 @@ from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
-from weft.ops.overlap.operands import (
-    Operand,
-    call_of,
-    form_of,
-    grain_of,
-    multiply,
-    padded_to,
-    quantized,
-    rows_at,
-)
+from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, padded_to, quantized, rows_at
 from weft.ops.overlap.pipelined import (
     CHUNKS,
     SUM_WARPS,

@@ -134,10 +134,7 @@ class MatmulReduceScatter(Overlapped):
                 return Pipelined(streams=2, span=span)
             return Pipelined(span=span, local_pieces=2 if call.K < 4096 else 1)
         scatter = CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype)
-        return Sequential(
-            collective=REDUCE_SCATTER.plan(scatter, machine),
-            gemm=MATMUL.local_plan(call, machine),
-        )
+        return Sequential(collective=REDUCE_SCATTER.plan(scatter, machine), gemm=MATMUL.local_plan(call, machine))
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.offered(call))
@@ -225,12 +222,7 @@ class MatmulReduceScatter(Overlapped):
         return out
 
     def planned(
-        self,
-        team: Team,
-        a: Operand,
-        bs: Sequence[Operand],
-        own_first: bool,
-        into: torch.Tensor | None = None,
+        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         (b,) = bs
         dense = isinstance(b, Fp8) or has_dense_rows(b)

@@ -108,3 +108,7 @@ def test_rows_are_for_what_the_kernel_takes():
     for options in ({"dtype": torch.float32}, {"aligned": False}):
         call = GemmCall(16, shape["N"], shape["K"], **{"dtype": torch.bfloat16, **options})
         assert find_op("matmul").plan(call, machine(H200, 1)).name == "cublas"
+        with pytest.raises(
+            ValueError, match="design='small_m' reads float16 or bfloat16 in rows that begin on 16 bytes"
+        ):
+            find_op("matmul").plan(call._replace(design="small_m"), machine(H200, 1))

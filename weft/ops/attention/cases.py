@@ -321,7 +321,6 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
 
 def sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) -> Iterator[Case]:
     """Cases of new tokens over a cache at several ranks. The types of the two designs, and of their split."""
-    # 8 programs are resident in a simulation.
     wide = split_kv(block_n=32, least=32, splits=3, num_warps=2, num_stages=2)
     for w in (1, 2, 3, 4, 8):
         # A round of pages and one more token, no token; one token, a token less than a round.

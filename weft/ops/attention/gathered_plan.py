@@ -177,6 +177,19 @@ class GatheredPlan(Op):
         # The heads decide which designs there are, their size how many fit into shared memory.
         return planned if planned is None or planned.row.shape[1:] == call[1:4] else None
 
+    def choose(self, call: GatheredCall, machine: Machine) -> Planned:
+        """``Op.choose``. ValueError for a design that does not take the call."""
+        if call.design == "ulysses" and call.kv_heads % machine.world_size:
+            raise ValueError(
+                f"{self.name}: k has {call.kv_heads} heads, which world_size={machine.world_size} does not divide, and "
+                f"algorithm='ulysses' gives each rank whole ones; take 'gathered'"
+            )
+        if call.design == "pipelined" and (reason := call.without_library(machine.caps.arch)) is not None:
+            raise ValueError(
+                f"{self.name}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'"
+            )
+        return super().choose(call, machine)
+
     def space(
         self, call: GatheredCall, machine: Machine, quick: bool = False
     ) -> Iterator[Gathered | Ulysses | Pipelined]:

@@ -102,14 +102,6 @@ def gathered_prefill_attention(
     check_scale(op, scale)
     check_flag(op, "return_lse", return_lse)
     check_choice(op, "algorithm", algorithm, GATHERED_PREFILL_ATTENTION.algorithms)
-    if algorithm == "ulysses" and kv_heads % team.size:
-        raise ValueError(
-            f"{op}: k has {kv_heads} heads, which world_size={team.size} does not divide, and algorithm='ulysses' gives each "
-            f"rank whole ones; take 'gathered'"
-        )
-    call = GatheredCall(sum(of.rows), q_heads, kv_heads, D, q.dtype, sequences=len(of.lengths))
-    if algorithm == "pipelined" and (reason := call.without_library(team.caps.arch)) is not None:
-        raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
     tables = [shards.own.spans, shards.own.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale
     sizes = of.rows, shards.own.block_m, scale, return_lse

@@ -43,6 +43,11 @@ class LocalGemm(GemmOp):
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         if call.invariant and call.design in (AUTO, "sliced"):
             return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps, gated=self.gated)
+        if call.design == "small_m" and not takes(call):
+            raise ValueError(
+                f"{self.name}: design='small_m' reads float16 or bfloat16 in rows that begin on 16 bytes, and not this call's "
+                f"{call.dtype} with K={call.K}; take 'cublas'"
+            )
         planned = super().choose(call, machine)
         if planned.row is not None or call.quantized or not isinstance(planned.design, Cublas):
             return planned

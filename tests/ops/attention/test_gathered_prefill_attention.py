@@ -165,6 +165,15 @@ def test_wrong_arguments_are_refused_in_one_line():
     with pytest.raises(ValueError, match="make them for it"):
         weft.simulate(of_another_rank, 2)
 
+    def in_other_memory(team):
+        made = ops.ZigzagRanges.make([6], team.rank, 2, 2, torch.float32)
+        x = torch.ones(3, 2, 16)
+        made = replace(made, stripes=made.stripes.to("meta"))
+        return ops.gathered_prefill_attention(torch.ones(3, 4, 16), x, x, made, team)
+
+    with pytest.raises(ValueError, match="shards.stripes is on meta, not on cpu; move it"):
+        weft.simulate(in_other_memory, 2)
+
     def with_gradient(team):
         x = torch.ones(3, 2, 16).requires_grad_()
         ops.gathered_prefill_attention(x, x, x, [6], team).sum().backward()

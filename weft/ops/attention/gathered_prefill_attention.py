@@ -35,7 +35,7 @@ from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.heads import HEADS_TO_SEQUENCE, SEQUENCE_TO_HEADS
-from weft.ops.local import check_shape
+from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_team, check_tensor
 from weft.plan.planned import AUTO, machine_of
@@ -88,6 +88,7 @@ def gathered_prefill_attention(
             shards = ZigzagRanges.make(shards, team.rank, team.size, q_heads // kv_heads, q.dtype).to(team.device)
         except ValueError as error:
             raise ValueError(f"{op}: shards: {error}") from None
+    check_like(op, "shards.stripes", shards.stripes, team.device, (torch.int32,))
     of, here = shards.shards, (shards.shards.world_size, shards.rank, shards.own.group)
     if here != (team.size, team.rank, q_heads // kv_heads):
         raise ValueError(

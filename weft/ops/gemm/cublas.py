@@ -105,7 +105,7 @@ def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | No
     M = len(a.data)
     rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
     of_rows = _on_16_bytes(of_rows.t().contiguous()).t()  # one after the other along M
-    of_weight = b.scales
+    of_weight = b.scales.contiguous()  # a rank's share of the columns is a slice
     if missing := -of_weight.shape[1] % 4:  # cuBLAS reads their rows in fours
         of_weight = F.pad(of_weight, (0, missing))
     into = out if len(rows) == M else None

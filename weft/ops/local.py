@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,8 +31,15 @@ def machine_on(device: torch.device) -> Machine:
     return machine(capabilities_of(device), 1)
 
 
-def compiler_options(design: Any, caps: capabilities.Capabilities) -> dict[str, Any]:
-    """Options of a launch by a design that names warps and stages."""
+class Compiled(Protocol):
+    """A design that names compiler options."""
+
+    num_warps: int
+    num_stages: int
+
+
+def compiler_options(design: Compiled, caps: capabilities.Capabilities) -> dict[str, Any]:
+    """Options of a launch by ``design``."""
     return {"num_warps": design.num_warps, "num_stages": design.num_stages, **capabilities.launch_options(caps)}
 
 

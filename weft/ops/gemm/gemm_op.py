@@ -94,7 +94,7 @@ class GemmOp(Op):
     operands: ClassVar[tuple[str, str]] = ("a", "b")
 
     def call_of(
-        self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: Any
+        self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> GemmCall:
         M, N, K = check_sizes(self.name, self.sizes, sizes)
         if self.rows_sharded:

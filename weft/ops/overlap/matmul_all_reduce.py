@@ -99,9 +99,9 @@ def matmul_all_reduce(
     torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
     With an ``Fp8`` weight b (``matmul``) there are no gradients.
-    invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K of all ranks together, a
-               multiple of 128 of which each has the same share, is cut into eight slices, whose sums are added in one tree,
-               each rounded to the dtype (fp16 or bf16); of an fp8 b, with scales of 128 columns, a multiple of 1,024
+    invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K, the sum of all ranks' equal
+               shares and a multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the
+               dtype (fp16 or bf16); for an fp8 b, with scales of 128 columns, a multiple of 1,024
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """

@@ -718,7 +718,7 @@ def test_the_time_per_token_counts_the_tokens_that_arrive_after_the_first(monkey
             now += 1.0
             yield [(prompt, 7) for _ in range(tokens) for prompt in range(2)]
 
-    times, found = generate.drawn(types.types.SimpleNamespace(batch=2, new=4), answers)
+    times, found = generate.drawn(types.SimpleNamespace(batch=2, new=4), answers)
     assert (times.first, times.each, times.whole) == (first, each, float(len(steps)))
     assert found == [[7] * 4] * 2
 

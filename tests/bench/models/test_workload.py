@@ -462,6 +462,14 @@ def test_the_roofline_counts_a_byte_for_a_weight_in_fp8():
         assert half.head == whole.head
 
 
+def test_the_roofline_reads_weights_of_4_bits_and_multiplies_16():
+    config = config_of("qwen3-32b")
+    quarter = config.quantized("mxfp4")
+    few, many = ([roofline("model", one, 2, shape, "bf16", ASSUMED).gemms for one in (config, quarter)]
+                 for shape in ((1, 128, 1), (32, 128, 128)))  # fmt: skip
+    assert few[1] == pytest.approx(few[0] * 4.25 / 16) and many[1] == pytest.approx(many[0])
+
+
 @pytest.mark.parametrize("level", ["mlp", "attn"])
 @pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
 def test_layers_are_checked_in_both_modes(level, mode):

@@ -87,21 +87,20 @@ def roofline(
     mlp = ("gate_up", "down", "shared_gate_up", "shared_down")
     chosen = {"mlp": mlp, "attn": ("qkv", "o"), "model": ("qkv", "o", *mlp)}[level]
 
-    def gemm(elements: int, rows: float, read: float = 1.0, width: int = itemsize) -> float:
-        # Elements of half the size multiply at twice the rate.
-        return max(read * elements * width / limits.memory, 2.0 * elements * rows * width / 2 / limits.flops) * 1e6
+    bits = 8.0 * itemsize if config.quantization is None else config.quantization.format.bits
 
-    stored = itemsize if config.quantization is None else 1
+    def gemm(elements: int, rows: float, read: float = 1.0, bits: float = bits) -> float:
+        # Elements of 8 bits multiply at twice the rate; ones of 4 are converted to 16.
+        rate = limits.flops * (2 if bits == 8 else 1)
+        return max(read * elements * bits / 8 / limits.memory, 2.0 * elements * rows / rate) * 1e6
 
-    times = {
-        name: gemm(size, tokens, width=stored) for name, size in weights(config, world_size).items() if name in chosen
-    }
+    times = {name: gemm(size, tokens) for name, size in weights(config, world_size).items() if name in chosen}
     if config.experts is not None:
         # A token meets its share of the experts, and an expert is read if any token chose it: all sets of experts alike.
         share = config.experts.num_experts_per_tok / config.experts.num_experts
         for name in times.keys() & {"gate_up", "down"}:
             read = active_share(config, tokens)
-            times[name] = gemm(weights(config, world_size)[name], tokens * share, read, stored)
+            times[name] = gemm(weights(config, world_size)[name], tokens * share, read)
     attention = 0.0
     if level != "mlp":
         heads, elements = config.num_attention_heads // world_size, config.cached_elements(world_size)
@@ -127,7 +126,8 @@ def roofline(
         sums = len({"o", "down"} & times.keys())
         wire, latency = each * sums, limits.latency * 1e6 * sums
         exposed = max(0.0, wire - sum(times.values()))
-    head = gemm(-(-config.vocab_size // world_size) * config.hidden_size, batch) if level == "model" else 0.0
+    rows = -(-config.vocab_size // world_size)
+    head = gemm(rows * config.hidden_size, batch, 1.0, 8.0 * itemsize) if level == "model" else 0.0
     return Roofline(
         gemms=layers * sum(times.values()), head=head, attention=layers * attention,
         wire=layers * wire, latency=layers * latency, exposed=layers * exposed,

@@ -16,7 +16,6 @@ of earlier shapes are already in the file.
 from __future__ import annotations
 
 import datetime
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weft.bench.harness import machine
-from weft.bench.harness.bench import Bench, Options
+from weft.bench.harness.bench import Bench, Options, free
 from weft.bench.harness.runner import started
 from weft.bench.harness.workload import Failed, Shape, together
 from weft.bench.ops.shapes import op_of
@@ -228,10 +225,8 @@ def tune_shape(
         candidates = team.exchange(spaces.around(problem, best, quick))[0]
     dtype = tuned.name_of(problem.dtype)
     problem.forget()
-    if team.device.type == "cuda":
-        del problem
-        gc.collect()
-        torch.cuda.empty_cache()
+    del problem
+    free(team)
     common = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(op, default)}
     if us is None:
         return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **common)

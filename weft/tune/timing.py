@@ -48,8 +48,7 @@ def timed(
             if entrant.single is not None:
                 entrants[design] = entrant
             else:
-                failed.append((spaces.label(problem.op, design), entrant.row.reason or "it has no time"))
-                entrant.leave()
+                failed.append((spaces.label(problem.op, design), entrant.row.reason))
         first_times = measured(bench, entrants)
         ordered = [
             design for design in sorted(first_times, key=lambda design: first_times[design]) if design != designs[0]
@@ -103,9 +102,4 @@ def enter(bench: Bench, problem: OpProblem, design: object) -> Entrant:
         return made
 
     provider = Provider(name=spaces.label(problem.op, design), ops=(problem.op.alias,), role="weft", make=make)
-    entrant = bench.enter(problem, provider)
-    if entrant.row.reason is None:
-        bench.set_up(problem, entrant)
-        if problem.computes:
-            entrant.chain = None  # calls in a row would double the time without affecting the choice
-    return entrant
+    return bench.enter_one_design(problem, provider, rows=not problem.computes)

@@ -64,6 +64,13 @@ def silent(told: object) -> None:
     """Print nothing, write nothing."""
 
 
+def free(team: Team) -> None:
+    """Return the memory of problems and providers that are gone to the GPU."""
+    if team.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 class Bench:
     """One workload at one rank. Every method is collective: all ranks take the same path through it."""
 
@@ -110,10 +117,9 @@ class Bench:
         return rows
 
     def free(self) -> None:
-        """Return the memory of providers that have left to the GPU."""
+        """Free what providers that have left held."""
+        free(self.team)
         if self.team.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled code is not used at another shape, and its number is limited
 
     def measure_together(self, problem: Problem, entrants: list[Entrant]) -> None:
@@ -173,6 +179,20 @@ class Bench:
             finish(self.team, what)
             entrant.row = self.judged(problem, entrant, out, "wrong answer")
         if entrant.row.reason:
+            entrant.leave()
+        return entrant
+
+    def enter_one_design(self, problem: Problem, provider: Provider, rows: bool) -> Entrant:
+        """Entrant after all steps but timing, with its reason if it is dropped; then it has no ``single``.
+
+        rows  False: not in a row, which would double the time without affecting a choice
+        """
+        entrant = self.enter(problem, provider)
+        if entrant.row.reason is None:
+            self.set_up(problem, entrant)
+            entrant.chain = entrant.chain if rows else None
+        if entrant.single is None:
+            entrant.row = replace(entrant.row, reason=entrant.row.reason or "it has no time")
             entrant.leave()
         return entrant
 

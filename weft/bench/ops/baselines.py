@@ -169,15 +169,19 @@ def cublas_and_nccl(problem: OpProblem, place: Callable = ordinary) -> Prepared:
         (partial, out), close = place(problem, [(m, n), (m // problem.team.size, n)])
 
     def run(number: int) -> torch.Tensor:
-        a, b = problem.sets[number]
-        matmul(a, b, partial)
-        if out is partial:
-            dist.all_reduce(partial, group=group)
-        else:
-            dist.reduce_scatter_tensor(out, partial, group=group)
-        return out
+        matmul(*problem.sets[number], partial)
+        return summed(partial, out, group)
 
     return Prepared(run=run, close=close)
+
+
+def summed(partial: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks in ``out``: of all rows where that is ``partial`` itself, else of this rank's."""
+    if out is partial:
+        dist.all_reduce(partial, group=group)
+    else:
+        dist.reduce_scatter_tensor(out, partial, group=group)
+    return out
 
 
 def cublas_and_torch(problem: OpProblem, call: Callable) -> Prepared:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.ops.baselines import summed
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.fp8 import E4M3, Fp8
@@ -66,11 +67,7 @@ def cublas_and_nccl(problem: OpProblem) -> Prepared:
 
     def run(number: int) -> torch.Tensor:
         scaled(*pairs[number], problem.dtype, partial)
-        if out is partial:
-            dist.all_reduce(partial, group=group)
-        else:
-            dist.reduce_scatter_tensor(out, partial, group=group)
-        return out
+        return summed(partial, out, group)
 
     return Prepared(run=run)
 

@@ -6,7 +6,6 @@ equal designs one always reads fastest.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import Counter
@@ -16,10 +15,8 @@ from functools import partial
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weft.bench.harness import meters
-from weft.bench.harness.bench import Bench, Entrant, Options
+from weft.bench.harness.bench import Bench, Entrant, Options, free
 from weft.bench.harness.compiling import compile_shares
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.runner import started
@@ -181,8 +178,7 @@ def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
     for design, name in designs.items():
         entrant = entered(bench, problem, design, name)
         if entrant.single is None:
-            dropped[name] = entrant.row.reason or "it has no time"
-            entrant.leave()
+            dropped[name] = entrant.row.reason
         else:
             entrants[name] = entrant
     problem.forget()
@@ -194,9 +190,7 @@ def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
     for entrant in entrants.values():
         entrant.leave()
     del problem, entrants
-    if team.device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    free(team)
     return row
 
 
@@ -207,12 +201,7 @@ def _run_once(problem: OpProblem, design: Any) -> None:
 def entered(bench: Bench, problem: OpProblem, design: Any, name: str) -> Entrant:
     """Entrant of a checked design, with its meters; no ``single`` if it was dropped. Collective."""
     provider = Provider(name=name, ops=(problem.op.alias,), role="weft", make=lambda problem: prepared(problem, design))
-    entrant = bench.enter(problem, provider)
-    if entrant.row.reason is None:
-        bench.set_up(problem, entrant)
-        if problem.computes:
-            entrant.chain = None  # calls in a row would double the time without affecting the choice
-    return entrant
+    return bench.enter_one_design(problem, provider, rows=not problem.computes)
 
 
 def halves(bench: Bench, entrants: Mapping[str, Entrant]) -> dict[str, tuple[float, float]]:

@@ -149,15 +149,6 @@ def _one(us: float) -> dict[str, float]:
     return {"": us}
 
 
-def _gemm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(gemms.gemm(gpu, of.gemms, asked.gemm))
-
-
-def _gemm_silu(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    # N counts results, of gate and up each.
-    return _one(gemms.gemm(gpu, of.gemms, asked.gemm._replace(N=2 * asked.shape[1])))
-
-
 def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
     def costs(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
         if asked.world_size == 1:
@@ -167,68 +158,28 @@ def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
     return costs
 
 
-def _all_reduce(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)
+def _exchanged(adds: bool = False) -> Costs:
+    return lambda gpu, of, asked: pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds)
 
 
-def _reduce_scatter(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=True)
-
-
-def _exchange(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=False)
-
-
-def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return pushes.all_reduce_rms_norm(gpu, of.pushes, *asked.shape[:2], asked.item, asked.world_size)
-
-
-def _dispatch(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return exchanges.dispatch(gpu, of.exchanges, of.pushes, asked.rows)
-
-
-def _combine(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)
-
-
-def _down(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(grouped.down(gpu, of, asked.experts))
-
-
-def _gate_up(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(grouped.gate_up(gpu, of, asked.experts))
-
-
-def _ag_moe(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size))
-
-
-def _moe_rs(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return grouped.moe_rs(gpu, of, asked.every, asked.world_size)
+def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked, rows: int, width: int) -> dict[str, float]:
+    return pushes.all_reduce_rms_norm(gpu, of.pushes, rows, width, asked.item, asked.world_size)
 
 
 def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, _, _, _, hidden, *_ = asked.shape
-    norm = min(pushes.all_reduce_rms_norm(gpu, of.pushes, tokens, hidden, asked.item, asked.world_size).values())
+    norm = min(_norm(gpu, of, asked, tokens, hidden).values())
     work = grouped.down(gpu, of, asked.experts)
     read = asked.experts.pairs * hidden * asked.item / gpu.memory
     return {"in_norm": work + norm + read, "sequential": work + norm + read + gpu.launch}
 
 
-def _route_us(gpu: Gpu, tokens: int) -> float:
+def _route(gpu: Gpu, tokens: int) -> float:
     return gpu.launch + 3.1 + tokens * 0.66e-3
 
 
-def _schedule_us(gpu: Gpu, tokens: int) -> float:
+def _schedule(gpu: Gpu, tokens: int) -> float:
     return gpu.launch + 1.8 + tokens * 1.3e-3
-
-
-def _route(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(_route_us(gpu, asked.shape[0]))
-
-
-def _schedule(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(_schedule_us(gpu, asked.shape[0]))
 
 
 def _sum(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -239,8 +190,8 @@ def _sum(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
 def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, _, experts, _, hidden, *_ = asked.shape
     router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
-    chosen = router + _route_us(gpu, tokens)
-    return {"sequential": chosen + _schedule_us(gpu, tokens), "split": chosen, "fused": chosen}
+    chosen = router + _route(gpu, tokens)
+    return {"sequential": chosen + _schedule(gpu, tokens), "split": chosen, "fused": chosen}
 
 
 def _decode(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -255,54 +206,54 @@ def _sharded(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     return _one(attention.sharded_decode(gpu, of, cached, part, asked.world_size))
 
 
-def _prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+def _prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> float:
     tokens, q_heads, _, dim = asked.shape[:4]
-    return _one(attention.prefill(gpu, of, tokens, q_heads, dim))
+    return attention.prefill(gpu, of, tokens, q_heads, dim)
 
 
 def _gathered_prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    tokens, q_heads, kv_heads, dim = asked.shape[:4]
-    alone = attention.prefill(gpu, of, tokens, q_heads, dim)
-    if asked.world_size == 1:
+    tokens, _, kv_heads, dim = asked.shape[:4]
+    alone, W = _prefill(gpu, of, asked), asked.world_size
+    if W == 1:
         return _one(alone)
     keys = 2 * tokens * kv_heads * dim * asked.item
-    part, gathered = alone / asked.world_size, min(pushes.exchange(gpu, of.pushes, keys, asked.world_size).values())
-    return _one(max(part, gathered) + min(part, gathered) / asked.world_size)
+    part, gathered = alone / W, min(pushes.exchange(gpu, of.pushes, keys, W).values())
+    return _one(max(part, gathered) + min(part, gathered) / W)
 
 
-def _memory(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory)
-
-
-# Name -> (number of sizes, costs).
+# Name -> (number of sizes, costs). N of a GEMM with silu counts results, of gate and up each.
 OPS: dict[str, tuple[int, Costs]] = {
-    "matmul": (3, _gemm),
-    "matmul_silu_mul": (3, _gemm_silu),
+    "matmul": (3, lambda gpu, of, asked: _one(gemms.gemm(gpu, of.gemms, asked.gemm))),
+    "matmul_silu_mul": (
+        3, lambda gpu, of, asked: _one(gemms.gemm(gpu, of.gemms, asked.gemm._replace(N=2 * asked.shape[1]))),
+    ),
     "all_gather_matmul": (3, _overlapped(gemms.ag_gemm)),
     "matmul_reduce_scatter": (3, _overlapped(gemms.gemm_rs)),
     "matmul_all_reduce": (3, _overlapped(gemms.gemm_ar)),
-    "all_reduce": (1, _all_reduce),
-    "all_gather": (1, _exchange),
-    "reduce_scatter": (1, _reduce_scatter),
-    "all_to_all": (1, _exchange),
-    "sequence_to_heads": (1, _exchange),
-    "heads_to_sequence": (1, _exchange),
-    "all_reduce_rms_norm": (2, _norm),
-    "moe_dispatch": (6, _dispatch),
-    "moe_combine": (6, _combine),
-    "grouped_matmul": (6, _down),
-    "grouped_matmul_silu_mul": (6, _gate_up),
-    "all_gather_grouped_matmul_silu_mul": (6, _ag_moe),
-    "grouped_matmul_reduce_scatter": (6, _moe_rs),
+    "all_reduce": (1, lambda gpu, of, asked: pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)),
+    "all_gather": (1, _exchanged()),
+    "reduce_scatter": (1, _exchanged(adds=True)),
+    "all_to_all": (1, _exchanged()),
+    "sequence_to_heads": (1, _exchanged()),
+    "heads_to_sequence": (1, _exchanged()),
+    "all_reduce_rms_norm": (2, lambda gpu, of, asked: _norm(gpu, of, asked, *asked.shape[:2])),
+    "moe_dispatch": (6, lambda gpu, of, asked: exchanges.dispatch(gpu, of.exchanges, of.pushes, asked.rows)),
+    "moe_combine": (6, lambda gpu, of, asked: exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)),
+    "grouped_matmul": (6, lambda gpu, of, asked: _one(grouped.down(gpu, of, asked.experts))),
+    "grouped_matmul_silu_mul": (6, lambda gpu, of, asked: _one(grouped.gate_up(gpu, of, asked.experts))),
+    "all_gather_grouped_matmul_silu_mul": (
+        6, lambda gpu, of, asked: _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size)),
+    ),
+    "grouped_matmul_reduce_scatter": (6, lambda gpu, of, asked: grouped.moe_rs(gpu, of, asked.every, asked.world_size)),
     "grouped_matmul_all_reduce_rms_norm": (6, _moe_norm),
-    "route": (6, _route),
-    "moe_schedule": (6, _schedule),
+    "route": (6, lambda gpu, of, asked: _one(_route(gpu, asked.shape[0]))),
+    "moe_schedule": (6, lambda gpu, of, asked: _one(_schedule(gpu, asked.shape[0]))),
     "moe_sum": (6, _sum),
     "matmul_route_schedule": (6, _routing),
     "decode_attention": (3, _decode),
     "paged_attention": (3, _decode),
     "sharded_decode_attention": (5, _sharded),
-    "paged_prefill_attention": (4, _prefill),
+    "paged_prefill_attention": (4, lambda gpu, of, asked: _one(_prefill(gpu, of, asked))),
     "gathered_prefill_attention": (4, _gathered_prefill),
-    "memory": (1, _memory),
-}
+    "memory": (1, lambda gpu, of, asked: _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory)),
+}  # fmt: skip

@@ -146,13 +146,13 @@ def test_the_heap_s_size_is_a_flag():
 def test_the_plan_is_shown():
     result = weft("--world-size", 2, "--max-tokens", 1)
     by = "replicated, fused, all-reduce with the next norm, deferred RMS scale"
-    assert f"prompts of 8 tokens: {by}: 8 tokens < " in result.stderr
+    assert f"prompts of 8 tokens: {by}: 8 tokens, never split: " in result.stderr
     assert "no decode steps\nKV cache split over the ranks by heads: " in result.stderr
     # Three prompts and two seats: a bucket of two. The third is read later.
     prompts = ("--prompt", "20+22=", "--prompt", "123+456=", "--prompt", "1+1=")
     result = weft("--world-size", 2, "--max-batch", 2, "--page-size", 16, *prompts)
-    assert f"prompts of 18 tokens, up to 14 at once: {by}: 14 tokens < " in result.stderr
-    assert f"decode: {by}: 2 tokens < " in result.stderr
+    assert f"prompts of 18 tokens, up to 14 at once: {by}: 14 tokens, never split: " in result.stderr
+    assert f"decode: {by}: 2 tokens, never split: " in result.stderr
 
 
 def test_dtypes_have_the_names_of_torch_and_of_weft_bench(monkeypatch):

@@ -12,8 +12,9 @@ from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
-from weft.models.families import FAMILIES, published
+from weft.models.families import FAMILIES, PUBLISHED, published
 from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, LinearAttentionOptions, number_of
+from weft.models.hub import find_checkpoint
 from weft.models.multimodal import check_architecture, text_config
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
@@ -237,6 +238,11 @@ class DecoderConfig:
     def named(cls, name: str) -> DecoderConfig:
         """Configuration of a published model, such as "qwen3-32b". ValueError for another name."""
         return cls.from_dict(published(name))
+
+    @classmethod
+    def find(cls, model: str) -> DecoderConfig:
+        """Configuration of a published model by its name, or of a checkpoint. ValueError if there is none."""
+        return cls.named(model) if model.lower() in PUBLISHED else cls.of(Checkpoint(find_checkpoint(model)))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> DecoderConfig:

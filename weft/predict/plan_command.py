@@ -13,7 +13,6 @@ from weft.console import check_output, from_flags, one_line_errors
 from weft.engine.config import DEFAULTS
 
 if TYPE_CHECKING:
-    from weft.models.config import DecoderConfig
     from weft.predict.serving import Asked, Outlook
 
 MAX_BATCH = 256
@@ -73,11 +72,12 @@ def planned(flags: PlanFlags) -> tuple[Asked, list[Outlook]]:
     ValueError for a load that the model cannot take.
     """
     from weft.engine.config import EngineConfig
+    from weft.models import DecoderConfig
     from weft.predict import load
     from weft.predict.cluster import Cluster
     from weft.predict.serving import Asked, ranked
 
-    config, read = config_of(flags.model), load.read(flags.load)
+    config, read = DecoderConfig.find(flags.model), load.read(flags.load)
     if read.longest > config.max_position_embeddings:
         raise ValueError(
             f"--load {flags.load}: a prompt and its answer have up to {read.longest:,} tokens, and {flags.model} has "
@@ -95,18 +95,6 @@ def planned(flags: PlanFlags) -> tuple[Asked, list[Outlook]]:
     if not every:
         raise ValueError(f"--gpus {flags.gpus}: no number of ranks divides {flags.model}; pass another count")
     return asked, every
-
-
-def config_of(model: str) -> DecoderConfig:
-    """Configuration of a published model by its name, or of a checkpoint."""
-    from weft.models import DecoderConfig
-    from weft.models.checkpoint import Checkpoint
-    from weft.models.families import PUBLISHED
-    from weft.models.hub import find_checkpoint
-
-    if model.lower() in PUBLISHED:
-        return DecoderConfig.named(model)
-    return DecoderConfig.of(Checkpoint(find_checkpoint(model)))
 
 
 command = from_flags(PlanFlags, plan)

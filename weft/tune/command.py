@@ -184,6 +184,7 @@ command = from_flags(TuneFlags, tune)
 def plan_model(options: TuneFlags) -> tuple[tuple[int, ...], ModelSearch]:
     """World sizes and the search of --model; refuses what can be refused before the first rank starts."""
     from weft.engine.config import EngineConfig
+    from weft.models import DecoderConfig
     from weft.tune import model
 
     sizes, simulated = ranks(options.world_sizes, options.device)
@@ -199,7 +200,7 @@ def plan_model(options: TuneFlags) -> tuple[tuple[int, ...], ModelSearch]:
         quantization=options.quantization,
         pages=2,
     )
-    return sizes, model.ModelSearch(model=model.config_of(options.model), engine=engine)
+    return sizes, model.ModelSearch(model=DecoderConfig.find(options.model), engine=engine)
 
 
 def _tune_model(name: str, sizes: tuple[int, ...], asked: ModelSearch) -> None:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from weft.engine.config import EngineConfig
 from weft.engine.runner import Runner
 from weft.models import Decoder, DecoderConfig
-from weft.models.checkpoint import Checkpoint
-from weft.models.families import PUBLISHED
-from weft.models.hub import find_checkpoint
 from weft.plan import searched
 from weft.tune.engine_search import search_passes
 
@@ -31,13 +28,6 @@ class ModelSearch:
     def folder(self) -> Path:
         given = self.engine.tune_cache
         return searched.default_folder() if given is None else Path(given)
-
-
-def config_of(model: str) -> DecoderConfig:
-    """Configuration of a published model by its name, or of a checkpoint. ValueError if there is none."""
-    if model.lower() in PUBLISHED:
-        return DecoderConfig.named(model)
-    return DecoderConfig.of(Checkpoint(find_checkpoint(model)))
 
 
 def fewest_layers(config: DecoderConfig) -> DecoderConfig:

@@ -18,15 +18,18 @@ from pathlib import Path
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
 from weft.bench.models.workload import EXPERTS, QUANTIZED
+from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL
 from weft.models.config import DecoderConfig
 from weft.predict.step_costs import FILE, StepCosts, fitted, write
-from weft.predict.steps import Layout, kind_of, step_time
+from weft.predict.steps import Layout, kind_of, step_time, tokens_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GOAL = 0.10
 GPUS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
 # A prompt of 128 tokens of random weights chooses few experts, since its tokens are alike: no cost of experts shows in it.
 ALIKE = 128
+# Tokens from which the measured plans split a pass, and up to which their norms added up over the ranks, by world size.
+SPLIT_FROM, FUSED_UP_TO = 2048, {1: 128, 2: 1024, 4: 512}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,14 @@ class Row:
     @property
     def kind(self) -> str:
         return kind_of(self.config, self.step)
+
+    @property
+    def recipe(self) -> str:
+        """Recipe by which it was measured."""
+        tokens, world_size = tokens_of(self.step), self.layout.world_size
+        if world_size > 1 and tokens >= SPLIT_FROM:
+            return SEQUENCE_PARALLEL
+        return FUSED_NORM if tokens <= FUSED_UP_TO[world_size] else REPLICATED
 
     @property
     def is_fitted(self) -> bool:
@@ -96,7 +107,8 @@ def _rows(results: Path) -> Iterator[Row]:
 
 
 def error(row: Row, costs: StepCosts | None = None) -> float:
-    return step_time(row.config, row.step, row.layout, row.gpu, costs).seconds * 1e6 / row.us - 1
+    made = step_time(row.config, row.step, row.layout, row.gpu, costs, row.recipe)
+    return made.seconds * 1e6 / row.us - 1
 
 
 def fit(seen: Sequence[Row]) -> StepCosts:

@@ -110,9 +110,7 @@ def _recipe(tokens: int, layer: Layer, world_size: int, caps: Capabilities, adds
         adds = f"; {passed} <= {at.fused_norm}: the norm adds up a GEMM's parts" if recipe == FUSED_NORM else ""
         return recipe, f"one rank: nothing to send{adds}"
     known = {name: us for name, us in times(tokens, layer, world_size, gpu).items() if adds_up or name != FUSED_NORM}
-    limit = (
-        ", never split" if at.sharded == math.inf else f" {'<' if tokens < at.sharded else '>='} {at.sharded}"
-    )
+    limit = ", never split" if at.sharded == math.inf else f" {'<' if tokens < at.sharded else '>='} {at.sharded}"
     return recipe, f"{passed}{limit}: {told(recipe, known, caps, 'of a layer')}"
 
 

@@ -79,9 +79,9 @@ STREAMS = {
 }
 
 
-# Lines that end otherwise than weft's, and no blank after the colon.
+# Lines that end otherwise than weft's, no blank after the colon, and the usage beside the last token.
 CRLF = (
-    b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata:{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}\r\n\r\n'
+    b'data:{"choices": [{"text": "ab"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\r\n\r\n'
     b"data: [DONE]\r\n\r\n"
 )
 
@@ -111,10 +111,12 @@ def test_events_may_end_in_carriage_returns(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign:
         threading.Thread(target=foreign.serve_forever, daemon=True).start()
         url, file = f"http://127.0.0.1:{foreign.server_port}/crlf", tmp_path / "x.json"
-        flags = "--requests", 1, "--warmup", 0, "--concurrency", 1, "--json", file
+        # More clients than requests: one is enough.
+        flags = "--requests", 1, "--warmup", 0, "--concurrency", 4, "--clients", 2, "--json", file
         result = bench("--url", url, "--model", "m", *flags)
         assert result.exit_code == 0, result.output
-        assert json.loads(file.read_text())["points"][0]["failed"] == 0
+        [point] = json.loads(file.read_text())["points"]
+        assert point["failed"] == 0 and point["tokens"] == 2 and point["e2e"]["p50"] > 0
         foreign.shutdown()
 
 

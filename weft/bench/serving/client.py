@@ -167,15 +167,16 @@ async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float,
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line.startswith((b"data: {", b"data:{")):  # no comment, and not the end
-                    # The last event has the usage, and the one before it the last token. Only the last is decoded, since
-                    # decoding all lines would keep the client busy.
+                    # The last event has the usage, and the one before it the last token, unless that comes with the usage.
+                    # Only the last is decoded, since decoding all lines would keep the client busy.
                     event, last, newest = line, newest, time.monotonic()
                     first = first or newest
-    usage = _usage(event)  # raises for an error in place of it
-    return first, last, usage
+    usage, is_apart = _usage(event)  # raises for an error in place of it
+    return first, last if is_apart else newest, usage
 
 
-def _usage(event: bytes) -> dict[str, int]:
+def _usage(event: bytes) -> tuple[dict[str, int], bool]:
+    """The usage, and True if its event has no token."""
     content: Any = json.loads(event.removeprefix(b"data:") or b"{}")
     if "error" in content:
         raise ValueError(str(content["error"]))
@@ -183,4 +184,4 @@ def _usage(event: bytes) -> dict[str, int]:
     counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else [None]
     if not all(map(is_integer, counts)) or not counts[-1]:
         raise ValueError("the stream ended without its usage")
-    return usage
+    return usage, not content.get("choices")

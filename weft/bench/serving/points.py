@@ -115,7 +115,7 @@ def measure(target: Target, asks: Sequence[Ask], load: Load, seed: int, clients:
     """Send the requests under a load, by `clients` processes, and sum up what came back."""
     if load.rate is not None:
         asks = timed(asks, load.rate, seed)
-    clients = min(clients, load.concurrency or clients)
+    clients = min(clients, load.concurrency or clients, len(asks))
     if clients == 1:
         shares_of_load = [share_of(target, asks, load.concurrency, time.monotonic() + START_SECONDS)]
     else:

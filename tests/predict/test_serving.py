@@ -101,6 +101,12 @@ def test_every_published_model_gets_a_plan(model, tmp_path):
         assert list(plan_file.lines(made, every, model))
 
 
+def test_gpus_that_no_server_takes_are_named():
+    question = asked("qwen3-32b", "3xH100")
+    [servers] = (one for one in plan_file.decisions(question, ranked(question)) if one.what == "servers")
+    assert servers.reason.endswith("; 1 of 3 GPUs stay idle")
+
+
 def test_outlooks_are_sums_of_their_steps():
     made = asked(concurrency=16)
     one = outlook(made, next(one for one in candidates(made) if one.layout.world_size == 2))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.arguments import did_you_mean, quoted
+from weft.arguments import did_you_mean, is_integer, quoted
 from weft.runtime.files import text_of
 
 SCHEMA = 1
@@ -117,7 +117,7 @@ def of(content: object) -> Load:
     if rate is not None:
         rate = _number("arrivals_per_second", rate, 1e-6, 1e6)
     if concurrency is not None:
-        concurrency = int(_number("concurrency", concurrency, 1, 1 << 20))
+        concurrency = _count("concurrency", concurrency, 1 << 20)
     targets = content.get("targets", {})
     _only("targets.", targets, TARGETS)
     drafts = content.get("drafts")
@@ -146,6 +146,12 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
+def _count(name: str, value: object, most: int) -> int:
+    if not is_integer(value) or not 1 <= value <= most:
+        raise ValueError(f"{name}={quoted(value)} is not an integer in 1 .. {most}")
+    return value
+
+
 def _drafts(content: object) -> Drafts:
     _only("drafts.", content, DRAFTS)
     assert isinstance(content, Mapping)
@@ -153,7 +159,7 @@ def _drafts(content: object) -> Drafts:
     if method not in ("ngram", "mtp", "eagle3", "draft_model"):
         raise ValueError(f"drafts.method={quoted(method)} is not one of ngram, mtp, eagle3, draft_model")
     acceptance = _number("drafts.acceptance", content.get("acceptance"), 0.0, 1.0)
-    return Drafts(method=method, acceptance=acceptance, most=int(_number("drafts.most", content.get("most", 4), 1, 8)))
+    return Drafts(method=method, acceptance=acceptance, most=_count("drafts.most", content.get("most", 4), 8))
 
 
 def _lengths(name: str, given: Any) -> Lengths:
@@ -200,4 +206,4 @@ def _of_percentiles(name: str, given: object) -> Lengths:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1 << 24
+    return is_integer(value) and 1 <= value <= 1 << 24

@@ -104,7 +104,10 @@ def decisions(asked: Asked, every: Sequence[Outlook]) -> Iterator[Decision]:
         late = ", which is overloaded" if other.overloaded else "" if other.meets(load) else ", which misses a target"
         return f"{_ms(best.token_seconds)} a token, with {other.candidate} {_ms(other.token_seconds)}{late}"
 
-    yield Decision("servers", str(candidate.replicas), beside(lambda one: one.replicas == candidate.replicas), *times)
+    reason = beside(lambda one: one.replicas == candidate.replicas)
+    if idle := asked.cluster.count - candidate.replicas * candidate.ranks:
+        reason += f"; {idle} of {asked.cluster.count} GPUs stay idle"
+    yield Decision("servers", str(candidate.replicas), reason, *times)
     yield Decision(
         "tensor-parallel ranks", str(layout.world_size),
         beside(lambda one: one.layout.world_size == layout.world_size), *times,

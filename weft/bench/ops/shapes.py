@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -34,8 +34,7 @@ SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(NamedTuple):
     """Sizes that determine a transformer's projections."""
 
     hidden: int
@@ -45,8 +44,8 @@ class Model:
 
 
 MODELS = {
-    "qwen3-32b": Model(hidden=5120, query=8192, key_value=1024, intermediate=25600),
-    "llama3-70b": Model(hidden=8192, query=8192, key_value=1024, intermediate=28672),
+    "qwen3-32b": Model(5120, 8192, 1024, 25600),
+    "llama3-70b": Model(8192, 8192, 1024, 28672),
 }
 # yifuwang/symm-mem-recipes, the table of its fused all-gather-matmul: N and K of one rank of eight.
 RECIPES = {"8b": (1792, 4096), "70b": (3584, 8192), "105b": (6656, 16384)}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from weft.bench.harness.workload import DTYPES, Shape
-from weft.bench.ops.shapes import FORMS, Model, op_of, parts_of, size_label
+from weft.bench.ops.shapes import FORMS, OPS, Model, op_of, parts_of, size_label
 from weft.ops.attention.sharded_plan import ShardedShape
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.moe.moe_op import MoeShape
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from weft.plan.planned import Machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class Published(NamedTuple):
     """Sizes of a model's config.
 
     features  of a feed-forward layer, or of an expert; experts, k: 0 of a dense model
@@ -35,42 +33,34 @@ class Published:
     k: int = 0
 
 
-def _sizes(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, features: int, experts: int = 0, k: int = 0
-) -> Published:
-    return Published(
-        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, features=features, experts=experts, k=k
-    )
-
-
 DENSE = {
-    "llama-3.1-8b": _sizes(4096, 32, 8, 128, 14336),
-    "llama-3.2-3b": _sizes(3072, 24, 8, 128, 8192),
-    "mistral-small-24b": _sizes(5120, 32, 8, 128, 32768),
-    "mistral-nemo-12b": _sizes(5120, 32, 8, 128, 14336),
-    "gemma-2-9b": _sizes(3584, 16, 8, 256, 14336),
-    "gemma-3-27b": _sizes(5376, 32, 16, 128, 21504),
-    "phi-4": _sizes(5120, 40, 10, 128, 17920),
-    "qwen2.5-7b": _sizes(3584, 28, 4, 128, 18944),
-    "qwen2.5-72b": _sizes(8192, 64, 8, 128, 29568),
-    "qwen3-4b": _sizes(2560, 32, 8, 128, 9728),
-    "qwen3-14b": _sizes(5120, 40, 8, 128, 17408),
-    "seed-oss-36b": _sizes(5120, 80, 8, 128, 27648),
-    "granite-3.3-8b": _sizes(4096, 32, 8, 128, 12800),
+    "llama-3.1-8b": Published(4096, 32, 8, 128, 14336),
+    "llama-3.2-3b": Published(3072, 24, 8, 128, 8192),
+    "mistral-small-24b": Published(5120, 32, 8, 128, 32768),
+    "mistral-nemo-12b": Published(5120, 32, 8, 128, 14336),
+    "gemma-2-9b": Published(3584, 16, 8, 256, 14336),
+    "gemma-3-27b": Published(5376, 32, 16, 128, 21504),
+    "phi-4": Published(5120, 40, 10, 128, 17920),
+    "qwen2.5-7b": Published(3584, 28, 4, 128, 18944),
+    "qwen2.5-72b": Published(8192, 64, 8, 128, 29568),
+    "qwen3-4b": Published(2560, 32, 8, 128, 9728),
+    "qwen3-14b": Published(5120, 40, 8, 128, 17408),
+    "seed-oss-36b": Published(5120, 80, 8, 128, 27648),
+    "granite-3.3-8b": Published(4096, 32, 8, 128, 12800),
 }
 EXPERTS = {
-    "gpt-oss-20b": _sizes(2880, 64, 8, 64, 2880, 32, 4),
-    "gpt-oss-120b": _sizes(2880, 64, 8, 64, 2880, 128, 4),
-    "glm-4.5": _sizes(5120, 96, 8, 128, 1536, 160, 8),
-    "glm-4.5-air": _sizes(4096, 96, 8, 128, 1408, 128, 8),
-    "kimi-k2": _sizes(7168, 64, 64, 128, 2048, 384, 8),
-    "llama-4-scout": _sizes(5120, 40, 8, 128, 8192, 16, 1),
-    "llama-4-maverick": _sizes(5120, 40, 8, 128, 8192, 128, 1),
-    "minimax-m2": _sizes(3072, 48, 8, 128, 1536, 256, 8),
-    "qwen3-next-80b": _sizes(2048, 16, 2, 256, 512, 512, 10),
-    "phi-3.5-moe": _sizes(4096, 32, 8, 128, 6400, 16, 2),
-    "ernie-4.5-300b": _sizes(8192, 64, 8, 128, 3584, 64, 8),
-    "granite-3-3b-a800m": _sizes(1536, 24, 8, 64, 512, 40, 8),
+    "gpt-oss-20b": Published(2880, 64, 8, 64, 2880, 32, 4),
+    "gpt-oss-120b": Published(2880, 64, 8, 64, 2880, 128, 4),
+    "glm-4.5": Published(5120, 96, 8, 128, 1536, 160, 8),
+    "glm-4.5-air": Published(4096, 96, 8, 128, 1408, 128, 8),
+    "kimi-k2": Published(7168, 64, 64, 128, 2048, 384, 8),
+    "llama-4-scout": Published(5120, 40, 8, 128, 8192, 16, 1),
+    "llama-4-maverick": Published(5120, 40, 8, 128, 8192, 128, 1),
+    "minimax-m2": Published(3072, 48, 8, 128, 1536, 256, 8),
+    "qwen3-next-80b": Published(2048, 16, 2, 256, 512, 512, 10),
+    "phi-3.5-moe": Published(4096, 32, 8, 128, 6400, 16, 2),
+    "ernie-4.5-300b": Published(8192, 64, 8, 128, 3584, 64, 8),
+    "granite-3-3b-a800m": Published(1536, 24, 8, 64, 512, 40, 8),
 }
 # Tokens of a step, of decodes and of prompts.
 TOKENS = (1, 2, 5, 12, 24, 48, 96, 200, 400, 800, 1600, 3200, 6400, 12800)
@@ -167,10 +157,8 @@ def _rows(op: Op, model: Published, tokens: int, number: int, world_size: int) -
 
 def _gemm(op: Op, model: Published, tokens: int, number: int, world_size: int) -> Made:
     gemm = cast(GemmOp, op)
-    sizes = Model(
-        hidden=model.hidden, query=model.heads * model.head_dim, key_value=model.kv_heads * model.head_dim,
-        intermediate=model.features,
-    )  # fmt: skip
+    key_value = model.kv_heads * model.head_dim
+    sizes = Model(model.hidden, model.heads * model.head_dim, key_value, model.features)
     if any(size % world_size for size in (sizes.query, sizes.key_value, sizes.intermediate)):
         return None
     parts = parts_of(gemm, sizes, world_size)
@@ -219,11 +207,4 @@ _SIZES = {
 
 def planned_ops() -> Iterator[str]:
     """Aliases of the ops that choose: with a plan, and shapes of benchmarks."""
-    for form in FORMS:
-        yield from (alias for alias in _aliases(form) if op_of(alias).sizes and not op_of(alias).no_plan)
-
-
-def _aliases(form: str) -> list[str]:
-    from weft.ops.op import registered
-
-    return [op.alias for op in registered() if op.form == form]
+    yield from (op.alias for op in map(op_of, OPS) if op.sizes and not op.no_plan)

@@ -69,6 +69,11 @@ def test_published_models_split_prompts_and_not_decode_steps(gpu):
                 assert at.sharded <= 8192, (name, world_size, at)
 
 
+def test_few_rows_are_split_on_no_number_of_ranks():
+    for world_size in (16, 64):
+        assert changes(Layer.dense(4096, world_size), world_size, named("b200")).sharded > 128
+
+
 def test_one_rank_splits_nothing_and_its_norm_adds_up_parts():
     at = changes(Layer.dense(4096, 1), 1, named("h200"))
     assert at.sharded == math.inf and [at.recipe(tokens) for tokens in (128, 129)] == [FUSED_NORM, REPLICATED]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from weft.costs.recipes import Layer
 from weft.parallel.replicated import FusedNorm
 from weft.parallel.step_plan import plan_step
 from weft.runtime.capabilities import Capabilities
@@ -86,6 +87,16 @@ def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
     assert defers(plan(arch="sm_100")) and not defers(plan(2048))
     monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: False)
     assert not defers(plan())
+
+
+def test_a_team_of_nodes_is_planned_as_one_of_its_nodes():
+    caps = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,))
+    node = SimpleNamespace(size=4, rail=None, is_simulated=False, caps=caps)
+    teams = node, SimpleNamespace(size=16, rail=object(), node=node, is_simulated=False, caps=caps)
+    sizes = {"mode": "auto", "hidden_size": 4096, "dtype": torch.bfloat16, "layer": Layer.dense(4096, 16)}
+    for tokens in (1, 1024, 4096):
+        first, second = (plan_step(tokens, team=team, **sizes) for team in teams)
+        assert (first.mode, first.reason) == (second.mode, second.reason)
 
 
 def test_a_head_of_many_rows_is_given_normed_rows():

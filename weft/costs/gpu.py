@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "gpus"
-MOST_BYTES = 1 << 20
 
 
 @exchangeable

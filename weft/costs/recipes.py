@@ -203,8 +203,10 @@ def _changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
         return Changes(PARTIAL_ROWS, math.inf, 0)
     by_tokens = [_times(tokens, layer, world_size, gpu) for tokens in TOKENS]
     norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
+    # Few rows take as long as the weights are read: no transport hides there.
+    few = sum(tokens <= FEW_ROWS for tokens in TOKENS)
     least = [one[FUSED_NORM if at < norm else REPLICATED] for at, one in enumerate(by_tokens)]
-    sharded = change(least, [one[SEQUENCE_PARALLEL] for one in by_tokens])
+    sharded = few + change(least[few:], [one[SEQUENCE_PARALLEL] for one in by_tokens[few:]])
     features = layer.features if layer.mixture is None else Layer.dense(layer.hidden, world_size).features
     sizes = 2 * features, layer.hidden
     gemms = [times_of("all_gather_matmul", (tokens, *sizes), layer.item, world_size, gpu) for tokens in TOKENS]

@@ -54,10 +54,10 @@ def plan_step(
     layer = layer or Layer.dense(hidden_size, team.size, dtype.itemsize)
     adds_up = takes_rows(hidden_size * dtype.itemsize) and _local(team, fused) is FUSED
     if mode == "auto":
-        recipe, reason = _recipe(tokens, layer, team.size, team.caps, adds_up)
+        recipe, reason = _recipe(tokens, layer, _ranks(team), team.caps, adds_up)
         mode = "sequence_parallel" if recipe == SEQUENCE_PARALLEL else "replicated"
     elif mode == "replicated" and adds_up:
-        recipe, reason = _replicated(tokens, layer, team.size, team.caps)
+        recipe, reason = _replicated(tokens, layer, _ranks(team), team.caps)
     if mode == "replicated" and adds_up and recipe == FUSED_NORM:
         return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
     return replace(plan_layer(tokens, mode=mode, team=team, fused=fused, layer=layer), reason=reason)
@@ -96,7 +96,12 @@ def defers_scale(dtype: torch.dtype, team: Team) -> bool:
 
 
 def _changes(layer: Layer, team: Team) -> Changes:
-    return changes(layer, team.size, gpu_of(team.caps))
+    return changes(layer, _ranks(team), gpu_of(team.caps))
+
+
+def _ranks(team: Team) -> int:
+    """Ranks by whose links times are predicted: of several nodes one's, since no rail was measured."""
+    return team.size if team.rail is None else max(2, team.node.size)
 
 
 @remembered

@@ -8,8 +8,8 @@ sequence_parallel  a rank has 1/W of the tokens between GEMMs, which gather and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.costs.gemms import FEW_ROWS
@@ -189,12 +189,27 @@ def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
 @remembered
 def _times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
     passes = (Pass(recipe=recipe, tokens=tokens, world_size=world_size, layer=layer) for recipe in RECIPES)
-    return {one.recipe: sum(launch.count * _least(launch, one, gpu) for launch in one.launches()) for one in passes}
+    return {one.recipe: _sum(one.launches(), one, gpu) for one in passes}
 
 
-def _least(launch: Launch, of: Pass, gpu: Gpu) -> float:
-    shape = tuple(max(1, int(size)) for size in launch.shape)
-    return min(times_of(launch.op, shape, of.layer.item, of.world_size, gpu).values())
+def _sum(launches: Iterable[Launch], of: Pass, gpu: Gpu) -> float:
+    """µs of launches, each by its fastest design."""
+    total = 0.0
+    for one in launches:
+        shape = tuple(max(1, int(size)) for size in one.shape)
+        total += one.count * min(times_of(one.op, shape, of.layer.item, of.world_size, gpu).values())
+    return total
+
+
+def _gathering(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> tuple[float, float]:
+    """µs of a feed-forward whose rows are gathered first, and under its first GEMM, beside what both have."""
+    of = Pass(recipe=SEQUENCE_PARALLEL, tokens=tokens, world_size=world_size, layer=layer)
+    if layer.mixture is None:
+        gemm = times_of("all_gather_matmul", (tokens, 2 * layer.features, layer.hidden), layer.item, world_size, gpu)
+        return gemm["sequential"], gemm["pipelined"]
+    sent = [Launch("rows", op, (tokens * layer.hidden * layer.item,)) for op in ("all_gather", "reduce_scatter")]
+    local = replace(of, recipe=FUSED_NORM).experts(layer.mixture)
+    return _sum((*sent, *local), of, gpu), _sum(of.experts(layer.mixture), of, gpu)
 
 
 @remembered
@@ -207,10 +222,7 @@ def _changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
     few = sum(tokens <= FEW_ROWS for tokens in TOKENS)
     least = [one[FUSED_NORM if at < norm else REPLICATED] for at, one in enumerate(by_tokens)]
     sharded = few + change(least[few:], [one[SEQUENCE_PARALLEL] for one in by_tokens[few:]])
-    features = layer.features if layer.mixture is None else Layer.dense(layer.hidden, world_size).features
-    sizes = 2 * features, layer.hidden
-    gemms = [times_of("all_gather_matmul", (tokens, *sizes), layer.item, world_size, gpu) for tokens in TOKENS]
-    gathered = change([one["sequential"] for one in gemms], [one["pipelined"] for one in gemms])
+    gathered = change(*zip(*(_gathering(tokens, layer, world_size, gpu) for tokens in TOKENS), strict=True))
     return Changes(_last(norm), TOKENS[sharded] if sharded < len(TOKENS) else math.inf, _last(gathered))
 
 

@@ -49,7 +49,7 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     axes.set_ylabel(ratio)
     axes.set_title(title_of(report), loc="left")
     if timed:
-        _dress(axes)
+        dress(axes)
 
 
 def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     axes.set_xlabel("µs per layer")
     axes.set_ylabel("step and provider", labelpad=12)
     axes.set_title(f"{title_of(report)}: breakdown", loc="left")
-    _dress(axes, "x")
+    dress(axes, "x")
 
 
 def _us(report: Report, shape: tuple[int, ...], provider: str) -> float | None:
@@ -75,8 +75,9 @@ def _us(report: Report, shape: tuple[int, ...], provider: str) -> float | None:
     return None if row is None else row.median_us
 
 
-def _dress(axes: Axes, grid: str = "y") -> None:
-    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+def dress(axes: Axes, grid: str = "y", which: str = "major") -> None:
+    """Draw grid and legend."""
+    axes.grid(axis=grid, which=which, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -99,10 +99,7 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(f"µs of {workload_of(report).timed}" if timed else "TFLOP/s of a rank")
-    axes.grid(axis="y", which="both" if timed else "major", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    model_plot.dress(axes, which="both" if timed else "major")
 
 
 def _places(axes: Axes, report: Report) -> list[dict[tuple[int, ...], float]]:

@@ -15,7 +15,7 @@ from weft.models import Decoder, DecoderConfig
 from weft.models.families import PUBLISHED
 from weft.parallel.step_plan import plan_step
 from weft.plan.asked import recorded
-from weft.predict.steps import Layout, launches, layer_in, recipe_of, step_time, tokens_of
+from weft.predict.steps import Layout, _Layer, launches, layer_in, recipe_of, step_time, tokens_of
 
 ROWS = step_errors.rows()
 SEEN = [row for row in ROWS if row.is_fitted]
@@ -96,6 +96,26 @@ def test_drafts_cost_less_than_steps_of_their_own():
     one, four = (step_time(config, (1, 2048, 1, queries), layout, "h200").seconds for queries in (1, 4))
     assert one < four < 2 * one
     assert tokens_of((2, 2048, 1, 4)) == 8
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v2-lite", "gemma-2-9b"])
+def test_chunks_of_a_prompt_attend_as_long_as_the_whole(name):
+    config, layout = dataclasses.replace(config_of(name), max_position_embeddings=1 << 15), Layout()
+
+    def attention(step):
+        made = step_time(config, step, layout, "h200")
+        return sum(part.seconds for part in made.parts if part.launch.op == "paged_prefill_attention")
+
+    chunks = sum(attention((1, at, 4096)) for at in range(4096, 32769, 4096))
+    assert chunks == pytest.approx(attention((1, 32768, 32768)), rel=0.1)
+
+
+@pytest.mark.parametrize("window", [None, 4096, 16384])
+@pytest.mark.parametrize(("length", "new"), [(8192, 8192), (8192, 1024), (5000, 2000)])
+def test_pairs_of_a_prompt_are_counted_with_windows_and_cached_tokens(length, new, window):
+    layer = _Layer(config_of("qwen3-8b"), (1, length, new), Layout(), "replicated")
+    pairs = sum(min(place + 1, window or length) for place in range(length - new, length))
+    assert layer._side(window) ** 2 / 2 == pytest.approx(pairs, rel=1e-3)
 
 
 def test_the_page_has_the_errors_of_these_costs():

@@ -204,11 +204,15 @@ class _Layer:
             yield Launch("attention", "decode_attention", (self.batch * self.kv_heads, max(1, seen * share), dim))
             return
         yield Launch("queries and keys", "memory", (2 * self.tokens * width * self.item,))
-        # Causal, with `before` cached tokens: pairs of a token and one that it sees, as of a square of that many.
-        before = self.length - self.new
-        pairs = self.new * (2 * before + self.new) if window is None else 2 * self.new * seen - seen * seen
-        side = max(1.0, max(pairs, 1)) ** 0.5
-        yield Launch("attention", "paged_prefill_attention", (side, self.batch * self.heads, self.kv_heads, dim))
+        shape = self._side(window), self.batch * self.heads, self.kv_heads, dim
+        yield Launch("attention", "paged_prefill_attention", shape)
+
+    def _side(self, window: int | None) -> float:
+        """Tokens of a prompt by itself with as many pairs of a token and one that it sees, after cached ones."""
+        before, window = self.length - self.new, window or self.length
+        full = max(0, self.length - max(window, before))  # new tokens that see a whole window
+        growing = self.new - full
+        return max(1, growing * (2 * before + growing) + 2 * full * window) ** 0.5
 
     def _latent(self, window: int | None) -> Iterator[Launch]:
         latent = self.config.attention.latent
@@ -220,9 +224,8 @@ class _Layer:
             yield Launch("attention", "memory", (self.batch * self.length * latent.width * self.item,))
         else:
             dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-            yield Launch(
-                "attention", "paged_prefill_attention", (self.length, self.batch * self.heads, self.heads, dim)
-            )
+            shape = self._side(window), self.batch * self.heads, self.heads, dim
+            yield Launch("attention", "paged_prefill_attention", shape)
         yield self.of.rows("o", o)
 
     def _delta_net(self) -> Iterator[Launch]:

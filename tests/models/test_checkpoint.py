@@ -259,6 +259,8 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
         ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not a positive integer"),
         ({"vocab_size": 1 << 40}, r"vocab_size=1099511627776 is not a positive integer below 2\*\*31"),
+        ({"num_hidden_layers": 1 << 30}, r"num_hidden_layers=1073741824 is not a positive integer below 2\*\*16"),
+        ({"head_dim": 1 << 30}, r"head_dim=1073741824 is not a positive integer below 2\*\*16"),
         ({"dtype": {"": "float32"}}, "dtype={'': 'float32'} is not supported"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \(96, 48\), but config.json asks for \(64, 48\)"),
     ],

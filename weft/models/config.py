@@ -81,6 +81,8 @@ WITHOUT_EFFECT = {
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Of sizes for which tables are made as a configuration is read; others are below 2**31.
+MOST_BITS = {"num_hidden_layers": 16, "head_dim": 16}
 # Keys that weft reads of every family; eos_token_id in Checkpoint.
 READ = {
     *(
@@ -339,10 +341,10 @@ def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
 
     def check(*names: str) -> None:
         for name in names:
-            value = sizes[name]
+            value, bits = sizes[name], MOST_BITS.get(name, 31)
             # A file may name positions without end: an Engine allocates for its max_seq_len.
-            if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
-                raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**31")
+            if type(value) is not int or value < 1 or (value >= 1 << bits and name != "max_position_embeddings"):
+                raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**{bits}")
 
     check(*SIZES)
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]

@@ -39,7 +39,7 @@ def latent_attention(content: Content, rope_interleave: bool) -> AttentionOption
             f"config.json: num_key_value_heads={quoted(kv_heads)} is not supported; weft runs latent attention with "
             f"num_attention_heads={heads}"
         )
-    nope, rope = count_of(content, "qk_nope_head_dim"), count_of(content, "qk_rope_head_dim")
+    nope, rope = count_of(content, "qk_nope_head_dim"), count_of(content, "qk_rope_head_dim", 1 << 16)
     if rope % 2:
         raise CheckpointError(f"config.json: qk_rope_head_dim={rope} is odd; rotary embedding takes halves of a head")
     latent = LatentSizes(

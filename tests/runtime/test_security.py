@@ -283,7 +283,7 @@ def test_under_torchrun_a_result_that_cannot_travel_is_named(monkeypatch):
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("weft.runtime.launch.init_main", lambda **_: Alone())
+    monkeypatch.setattr("weft.runtime.team.team.init_main", lambda **_: Alone())
     with pytest.raises(weft.errors.NotExchangeable) as caught:
         weft.launch(lambda team: {"loss": numpy.float32(1.0)})
     assert str(caught.value) == (

@@ -32,4 +32,4 @@ def launch_two(main, pipes, started, failed, early, args, heap_bytes):
     """As `launch_on_pipes` of two ranks."""
     with private_folder() as folder:
         job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
-        launch._run(2, (Alone, job, pickle.dumps((main, args))), launch._Watched(pipes, started, failed, early))
+        launch._run(2, Alone, job, pickle.dumps((main, args)), launch._Watched(pipes, started, failed, early))

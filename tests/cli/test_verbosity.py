@@ -115,7 +115,7 @@ def test_with_v_rank_0_speaks_for_all_and_warnings_name_their_rank(capsys):
 
 def test_ranks_processes_get_the_verbosity_of_the_command(monkeypatch):
     jobs, ends = [], []
-    monkeypatch.setattr(launch, "_run", lambda world_size, arguments, *pipes: jobs.append(arguments[1]))
+    monkeypatch.setattr(launch, "_run", lambda world_size, join, job, *rest: jobs.append(job))
     logs.show(1)
     try:
         launch._spawn(os.getcwd, 2, (), None, False, None)

@@ -39,7 +39,7 @@ def run(processes):
     with private_folder() as folder:
         job = launch._Job(Given(folder, b""), 2, 0, None, False)
         watched = launch._Watched(given, started, lambda error: None, processes)
-        results = launch._run(2, (Alone, job, pickle.dumps((says, ()))), watched)
+        results = launch._run(2, Alone, job, pickle.dumps((says, ())), watched)
     assert [pair[0][0].recv_bytes() for pair in pipes] == [b"rank 0", b"rank 1"]
     assert [process.pid for process in started] == [pid for pid, _ in results]
     assert [text for _, text in results] == [b"hello"] * 2

@@ -193,7 +193,7 @@ def test_processes_over_gloo(nodes, node_size):
     size, n = nodes * node_size, 1000
     with private_folder() as folder:
         job = launch._Job(Given(folder, secrets.token_bytes(32)), size, 0, None, False, node_size)
-        found = launch._run(size, (Process, job, pickle.dumps((in_process, (n,)))))
+        found = launch._run(size, Process, job, pickle.dumps((in_process, (n,))))
     for rank, (got, nearest, sent, refused, links) in enumerate(found):
         assert got == expected_of(rank, nodes, node_size, n) and sent == 2 * 4 * n * (nodes - 1)
         first = rank - rank % node_size

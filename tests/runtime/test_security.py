@@ -66,7 +66,7 @@ def test_ranks_on_one_machine_listen_on_loopback_only_and_the_parent_nowhere():
     with private_folder() as folder:
         job = launch._Job(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
         assert listening() == before
-        ranks = launch._run(2, (OnCPU, job, pickle.dumps((seen_by, ()))))
+        ranks = launch._run(2, OnCPU, job, pickle.dumps((seen_by, ())))
     for rank in ranks:
         assert rank["sum"] == 3.0 and rank["met"] == [0, 1]
         assert rank["listens"] and set(rank["listens"]) <= LOOPBACK, rank["listens"]  # gloo's
@@ -100,7 +100,7 @@ if __name__ == "__main__":
     launch._collect, store._MEMORY, store._LEAST_FREE = collect, sys.argv[2], 0
     with private_folder() as folder:
         job = launch._Job(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
-        launch._run(2, (OnCPU, job, pickle.dumps((seen_and_asleep, (sys.argv[1],)))))
+        launch._run(2, OnCPU, job, pickle.dumps((seen_and_asleep, (sys.argv[1],))))
 """
 
 

@@ -208,7 +208,7 @@ def launch_watched(
         job = _Job(run, world_size, gpus, heap_bytes, False, verbosity=logs.verbosity(), errors=errors)
         timer.start()
         try:
-            return _run(world_size, (_on_gpu, job, _pickled(main, args)), _Watched(started=started))
+            return _run(world_size, _on_gpu, job, _pickled(main, args), _Watched(started=started))
         except WeftError as error:
             if expired.is_set():
                 raise NoEnd(world_size, seconds) from error
@@ -262,7 +262,7 @@ def _spawn(
     with private_folder() as folder:
         run = Given(folder, secrets.token_bytes(32))
         job = _Job(run, world_size, _gpus(), heap_bytes, debug, node_size, logs.verbosity())
-        return _run(world_size, (_on_gpu, job, work), watched)
+        return _run(world_size, _on_gpu, job, work, watched)
 
 
 def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -285,7 +285,9 @@ class _Watched:
     early: EarlyProcesses | None = None
 
 
-def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> list[Any]:
+def _run(
+    world_size: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, watched: _Watched | None = None
+) -> list[Any]:
     """Results of `_worker` in processes of their own, which end with this call, and with this process.
 
     Private data reach them by a pipe that no other process can read, not by command line or environment.
@@ -297,11 +299,12 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     # Otherwise Python would end them by SIGTERM, and wait.
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
-        with closing(watched.early or EarlyProcesses(world_size)) as waiting:
+        gpus = 0 if job.given.sanitized else job.gpus  # GSan's allocator must be there before the context
+        with closing(watched.early or EarlyProcesses(world_size, RANKS_LOAD, gpus=gpus)) as waiting:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)
                 given = watched.pipes[rank] if watched.pipes else ()
-                processes.append(waiting.take(_worker, (rank, *arguments), [theirs, *given]))
+                processes.append(waiting.take(_worker, (rank, join, job, work), [theirs, *given]))
                 theirs.close()
                 pipes.append(ours)
         return _collect(pipes)

@@ -197,7 +197,7 @@ def test_links_need_torchrun(monkeypatch):
 
 def test_the_recipes_of_the_page_start_the_same_line():
     """Those of Kubernetes are YAML, whose words torchrun's own parser takes."""
-    text = (Path(weft.__file__).parent.parent / "docs" / "nodes.md").read_text()
+    text = (Path(weft.__file__).parent.parent / "docs" / "nodes-launch.md").read_text()
     job, jobset = (yaml.safe_load(part.split("```")[0]) for part in text.split("```yaml\n")[1:])
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     slurm = text.split("srun ")[1].split("\n```")[0].replace("\\\n", "").split()

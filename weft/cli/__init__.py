@@ -56,12 +56,18 @@ def root(
     """Take the flags that stand before a subcommand."""
 
 
-for command in (bench, check, tune, predict):
-    app.command()(logged(single_valued(command)))
+# Each with the line that `weft --help` has for it, which 80 columns hold.
+for name, command, line in (
+    ("bench", single_valued(bench), "Time ops, layers and models beside baselines"),
+    ("check", single_valued(check), "Find races and deadlocks, without a GPU"),
+    ("tune", single_valued(tune), "Search the fastest designs of ops here"),
+    ("predict", single_valued(predict), "Predict an op's time on more GPUs"),
+    ("plan", single_valued(plan), "Plan how to serve a model under a load"),
+    ("generate", generate.command, "Continue prompts by a model over ranks"),
+    ("serve", serve.command, "Serve a model by OpenAI's API over HTTP"),
+    ("bench serve", bench_serve, "Time a server under load"),
+    ("bench invariance", bench_invariance, "Compare answers bit by bit"),
+    ("doctor", doctor.doctor, "Report what this machine has, and what is missing"),
+):
+    app.command(name, short_help=line)(logged(command))
 app.add_typer(trace, name="trace")
-app.command("plan")(logged(single_valued(plan)))
-app.command()(logged(generate.command))
-app.command()(logged(serve.command))
-app.command("bench serve")(logged(bench_serve))
-app.command("bench invariance")(logged(bench_invariance))
-app.command()(logged(doctor.doctor))

@@ -56,9 +56,9 @@ class TuneFlags:
         list[str] | None,
         typer.Argument(
             metavar="OP[@SHAPES]...",
-            help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
-            "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
-            "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            help="Ops, as in weft bench; also ag-gemm+local_first (rows in the order of an MLP), gemm+partials and "
+            "gemm+deferred_norm (small GEMMs of a decode step), grouped-gemm+gather (rows by token). Several are searched in "
+            "one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
             autocompletion=complete_tuned_op,
         ),
     ] = None

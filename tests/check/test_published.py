@@ -1,4 +1,4 @@
-"""Published programs, run where they lie, in the folder that WEFT_PUBLISHED names (docs/check-others.md)."""
+"""Published programs, run where they lie, in the folder that WEFT_PUBLISHED names (docs/check-published.md)."""
 
 import os
 from pathlib import Path

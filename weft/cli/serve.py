@@ -70,12 +70,15 @@ class ServeFlags(EngineFlags):
         str | None, typer.Option(help="Parser of reasoning in answers, or none [default: by the chat template]")
     ] = None
     seed: Annotated[
-        int | None, typer.Option(help="Of requests that send none, one after the other [default: another each time]")
+        int | None,
+        typer.Option(
+            help="Number from which requests without a seed get theirs, in their order [default: random seeds]"
+        ),
     ] = None
-    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = MAX_BODY_BYTES
-    max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = (
-        MAX_WAITING
-    )
+    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of a request's body")] = MAX_BODY_BYTES
+    max_waiting: Annotated[
+        int, typer.Option(help="Most requests that wait beyond a full batch; further ones get status 503")
+    ] = MAX_WAITING
     early_ranks: Annotated[
         bool,
         typer.Option(

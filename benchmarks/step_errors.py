@@ -145,7 +145,7 @@ def error_bars(costs: StepCosts, every: Sequence[Row]) -> tuple[tuple[str, float
 
 
 def table(every: Sequence[Row]) -> str:
-    """Table of all rows, as docs/planning.md has it."""
+    """Table of all rows, as docs/step-errors.md has it."""
     lines = ["| step | measured, ms | predicted | error | |", "|---|---:|---:|---:|---|"]
     for row in sorted(every, key=lambda row: (row.gpu != "h200", str(row))):
         wrong = error(row)

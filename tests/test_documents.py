@@ -63,6 +63,12 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_list_of_pages_has_all():
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in (*docs.glob("*.md"), *TUTORIALS)} - {"README.md"}
+    assert pages - set(re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "README.md").read_text())) == set()
+
+
 @pytest.mark.parametrize("page", NOW, ids=name_of)
 def test_files_that_are_named_exist(page):
     own = {found for block in blocks(page) for found in re.findall(r"^# ([\w/]+\.py)$", block.text, flags=re.MULTILINE)}

@@ -105,9 +105,9 @@ class BenchFlags:
     plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer rounds")] = False
-    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs [default: a set of ops]")] = (
-        False
-    )
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Also time calls without CUDA graphs [without OP: a set of ops]")
+    ] = False
     one_by_one: Annotated[
         bool,
         typer.Option(
@@ -119,7 +119,9 @@ class BenchFlags:
     )
     algorithm_cache: Annotated[
         Path | None,
-        typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
+        typer.Option(
+            help="File of cuBLAS algorithms that weft tune has written, for weft and baselines [default: none]"
+        ),
     ] = None
     nodes: Annotated[
         bool,

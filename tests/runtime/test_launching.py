@@ -13,8 +13,10 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 import weft
+from weft.ops.local import capabilities_of
 from weft.runtime import launching
-from weft.runtime.launching import Launch, launch_of
+from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import Launch, launch_of, launch_on
 
 
 @triton.jit
@@ -158,3 +160,12 @@ def test_tensors_are_passed_as_addresses(made):
     ((kernel, *_),) = launch._compiled.values()
     (ran,) = kernel.ran
     assert (ran[:4], ran[-5:]) == ((5, 6, 1, 7), (X.data_ptr(), X.data_ptr(), (X.data_ptr() + 4, 3), 3.0, 4))
+
+
+def test_launches_of_virtual_ranks_have_the_options_of_the_gpu_that_they_are_like():
+    def main(team):
+        options = launch_options(capabilities_of(torch.device("cpu")))
+        launch = launch_on(torch.device("cpu"), scale_kernel, "a key", lambda: {"BLOCK": 16, **options})
+        return launch._constants.get("launch_pdl", False)
+
+    assert [weft.simulate(main, 1, like=like) for like in ("h200", "a100", "h200")] == [[True], [False], [True]]

@@ -163,7 +163,7 @@ def launch_of(team: Team, kernel: JITFunction, key: Hashable, constants: Callabl
     return launch
 
 
-_ON_DEVICES: dict[Hashable, Launch] = {}
+_ON_DEVICES: dict[tuple[torch.device, int, Hashable], Launch] = {}
 
 
 def launch_on(
@@ -175,3 +175,9 @@ def launch_on(
     if launch is None:
         launch = _ON_DEVICES[at] = Launch(kernel, constants())
     return launch
+
+
+def forget_launches_on(kind: str) -> None:
+    """Drop the launches on devices of this kind: their constants are of the GPU that virtual ranks planned as until now."""
+    for at in [at for at in _ON_DEVICES if at[0].type == kind]:
+        del _ON_DEVICES[at]

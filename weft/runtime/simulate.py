@@ -22,6 +22,7 @@ from weft.arguments import (
 )
 from weft.errors import KernelRefused, SimulatorMissing
 from weft.runtime.capabilities import DEFAULT_GPU, GPUS, LINKS, NVLINK
+from weft.runtime.launching import forget_launches_on
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
@@ -85,6 +86,7 @@ def simulate(
         raise SimulatorMissing(str(error.name)) from error
     from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
+    forget_launches_on("cpu")
     machine = Machine(world_size, seed, sms, slow, on_event)
     cluster = Cluster(machine, node_size, link, like)
 

@@ -92,7 +92,7 @@ class Engine:
         config = EngineConfig.of(config, options)
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
-        self.measured = None if config.plan is None else _measured(config.plan, sizes, team)
+        self.measured = _measured(config.plan, sizes, team)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
         pipeline = _pipeline(config, sizes, team)
         self.cache_plan = plan_cache(config, sizes, pipeline.stage.size, pipeline.stage.shape.nodes)
@@ -115,13 +115,7 @@ class Engine:
         self.model: Decoder = Decoder(
             sizes, pipeline.stage, layers=pipeline.layers, context_parallel=context_parallel, **options
         )
-        if checkpoint is None:
-            self.model.fill_dummy()
-        else:
-            warnings += self.model.load(checkpoint, progress, team)
-        logger.debug("start: rank %d has its weights", team.rank)
-        if config.lora is not None:
-            self.model.load_adapters(config.lora)
+        warnings += self._load(checkpoint, progress)
         if warn and team.rank == 0:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
@@ -141,6 +135,18 @@ class Engine:
         self._submitted: dict[int, Answer] = {}  # by the number of the request
         self._held: list[Piece] = []  # pieces of submitted requests that were not yet given out
         self.stats = Stats(load_seconds=ready)
+
+    def _load(self, checkpoint: Checkpoint | None, progress: Progress | None) -> list[str]:
+        """Fill the model with weights and adapters. Returns warnings of the weights."""
+        warnings: list[str] = []
+        if checkpoint is None:
+            self.model.fill_dummy()
+        else:
+            warnings = self.model.load(checkpoint, progress, self.team)
+        logger.debug("start: rank %d has its weights", self.team.rank)
+        if self.config.lora is not None:
+            self.model.load_adapters(self.config.lora)
+        return warnings
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: object) -> list[Completion]:
         """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
@@ -350,7 +356,7 @@ class Engine:
             prompt_tokens=sum(len(answer.prompt) for answer in answers),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
-            hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
+            hit_tokens=_hit_tokens(answers),
             speculation=None if drafted is None else self.batch.speculation.since(drafted),
         )
 
@@ -409,8 +415,10 @@ def _longest(max_seq_len: int | None, limit: int) -> int:
     return longest
 
 
-def _measured(plan: ServingPlan, sizes: DecoderConfig, team: Team) -> Measured:
+def _measured(plan: ServingPlan | None, sizes: DecoderConfig, team: Team) -> Measured | None:
     """Times beside a plan's. ValueError for another model, GPU or number of ranks than the plan's."""
+    if plan is None:
+        return None
     plan.check_model(sizes)
     plan.check_gpu(team.caps.device_name)
     plan.check_world_size(team.size)
@@ -435,6 +443,10 @@ def _tokenizer(checkpoint: Checkpoint, vocab_size: int) -> Tokenizer | None:
             f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
         )
     return tokenizer
+
+
+def _hit_tokens(answers: Sequence[Answer]) -> int:
+    return sum(answer.hit_tokens or 0 for answer in answers)
 
 
 def _drained(pieces: list[Piece]) -> list[Piece]:

@@ -1,5 +1,7 @@
 """Experts of fp8 rows: a layer over ranks, its check, refused arguments, machine code."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton.language as tl
@@ -15,7 +17,10 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels.fp8 import E4M3, RowFormat, quantize_rows_kernel, rows_argument
+from weft.kernels.fp8 import by_torch as by_blocks
 from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
 from weft.ops.moe.lamport import DispatchWords
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.push import Mail, moe_dispatch_kernel
@@ -112,6 +117,22 @@ def test_wrong_scales_are_refused(message, x, scales, fields):
         return ops.grouped_matmul(x, weight, SCHEDULE, **{"gather": True, **fields}, scales=scales)
 
     check_refused(call, (x, WEIGHT[:, :, : x.shape[1]].contiguous()), f"grouped_matmul: {message}")
+
+
+def test_tiles_of_a_row_for_16_bits_take_steps_under_one_scale_of_fp8_rows():
+    """Rows of the tables and plans do not know of scales beside a weight of 16 bits."""
+
+    def main(team):
+        generator, experts = torch.Generator().manual_seed(1), ops.Experts.slices(2)
+        weight = torch.randn((2, 32, 512), generator=generator).bfloat16()
+        rows, scales = by_blocks(torch.randn((5, 512), generator=generator) * torch.arange(1, 513))[:2]
+        schedule = ops.moe_schedule(torch.arange(2).int().repeat(5, 1), experts, block=16)
+        given = GroupedArguments.of(rows, weight, schedule, True, scales)
+        tiles = GroupedTiles(block_n=32, block_k=128, num_warps=4, num_stages=2)
+        return [GROUPED_MATMUL.run(replace(tiles, block_k=k), None, given) for k in (128, 256)]
+
+    [(one, other)] = weft.simulate(main, 1)
+    assert_identical(other, one)
 
 
 def test_fp8_rows_have_no_gradients():

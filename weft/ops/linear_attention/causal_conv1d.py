@@ -218,7 +218,7 @@ class CausalConv1d(Op):
                 ((8, 2), ((0, 1), (1, 1))),
                 ((72, 3), ((9, 200),)),
             ):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("spans", spans),))
+                yield self.case_of(sizes, dtype, 1, spans=spans)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, sequences: SequenceChunks
@@ -279,7 +279,7 @@ class CausalConv1dUpdate(Op):
                 ((8, 2, 2), (0,)),
                 ((8, 3, 5), (1, -1)),
             ):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("lengths", lengths),))
+                yield self.case_of(sizes, dtype, 1, lengths=lengths)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, step: Step) -> torch.Tensor:
         out, (channels, taps) = self.fake(x, weight, state, step), weight.shape

@@ -300,15 +300,14 @@ class GatedDeltaRule(Op):
                 ((2, 2, 32, 64), ((0, 130),)),
                 ((1, 3, 64, 32), ((7, 3), (0, 192))),
             ):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("spans", spans),))
+                yield self.case_of(sizes, dtype, 1, spans=spans)
             for kind in ("slow", "same_keys"):
-                fields = (("spans", ((3, 150),)), ("kind", kind))
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(1, 1, 16, 16), fields=fields)
+                yield self.case_of((1, 1, 16, 16), dtype, 1, spans=((3, 150),), kind=kind)
 
     def large_cases(self) -> Iterator[Case]:
         spans = ((0, 2048), (100, 1), (64, 777))
         for dtype, sizes in ((BF16, (2, 8, 128, 128)), (FP32, (1, 2, 128, 128)), (BF16, (8, 24, 128, 128))):
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("spans", spans),))
+            yield self.case_of(sizes, dtype, 1, spans=spans)
 
     def forward(self, qkv: torch.Tensor, gates: Gates, state: torch.Tensor, sequences: SequenceChunks) -> torch.Tensor:
         out, sizes, caps = self.fake(qkv, gates, state, sequences), sizes_of(qkv, state), capabilities_of(qkv.device)

@@ -131,7 +131,7 @@ class RecurrentGatedDeltaRule(Op):
                 ((1, 3, 128, 64, 2), (9, 0)),
                 ((2, 4, 64, 16, 5), (1, -1)),
             ):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("lengths", lengths),))
+                yield self.case_of(sizes, dtype, 1, lengths=lengths)
 
     def forward(self, qkv: torch.Tensor, gates: Gates, state: torch.Tensor, step: Step) -> torch.Tensor:
         out, sizes = self.fake(qkv, gates, state, step), sizes_of(qkv, state)

@@ -183,10 +183,8 @@ def copy_chosen_kernel(rows, ids, out, tokens, team, SIZES: tl.constexpr):
 def kept_tensors(design: PushRows, sizes: Sizes, team: Team, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
     """New tensors [rows, ids, weights] of receive buffers; rows without an expert of this rank are 0."""
     rows, ids, weights = arrived
-    out, constants = (
-        torch.empty_like(rows),
-        {"SIZES": sizes, "num_warps": design.num_warps, **launch_options(team.caps)},
-    )
+    constants = {"SIZES": sizes, "num_warps": design.num_warps, **launch_options(team.caps)}
+    out = torch.empty_like(rows)
     launch = launch_of(team, copy_chosen_kernel, (sizes, design), lambda: constants)
     launch(cdiv(len(rows), sizes.chunk), rows, ids, out, len(rows), team.view)
     return [out, ids.clone(), weights.clone()]

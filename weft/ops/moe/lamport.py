@@ -12,7 +12,7 @@ sums               of what a rank has for each token of a peer, zeros for tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -37,17 +37,23 @@ if TYPE_CHECKING:
 WORDS: tl.constexpr = tl.constexpr(COLUMNS.value // 4)
 
 
-@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherWords:
-    """Everything of each token to all ranks, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
+class Words:
+    """One kernel whose words are their own flags. row_bytes, num_warps: of ``PushPlan``."""
 
     row_bytes: int = knob(512, near=halved(128))
     num_warps: int = knob(1, near=halved(1, 16))
+    transport: ClassVar[str] = "keyed"
 
     @property
     def push(self) -> PushPlan:
-        return PushPlan(transport="keyed", row_bytes=self.row_bytes, num_warps=self.num_warps)
+        return PushPlan(transport=self.transport, row_bytes=self.row_bytes, num_warps=self.num_warps)
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherWords(Words):
+    """Everything of each token to all ranks, by one kernel."""
 
 
 @exchangeable
@@ -283,15 +289,11 @@ def gather_fp8_words(design: DispatchWords, team: Team, given: DispatchArguments
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CombineWords:
-    """All partial sums, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
+class CombineWords(Words):
+    """All partial sums, by one kernel."""
 
     row_bytes: int = knob(256, near=halved(128))
-    num_warps: int = knob(1, near=halved(1, 16))
-
-    @property
-    def push(self) -> PushPlan:
-        return PushPlan(transport="lamport", row_bytes=self.row_bytes, num_warps=self.num_warps)
+    transport: ClassVar[str] = "lamport"
 
 
 class Pairs(NamedTuple):

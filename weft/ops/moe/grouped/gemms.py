@@ -279,11 +279,7 @@ def operands_of(design: Tiles, given: GroupedArguments, gated: bool) -> Operands
         return Operands(x, weight, four_bit=grid_of(matrix))
     if isinstance(matrix, Fp8):
         return Operands(x, weight, fp8=scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated))
-    if scales is None:
-        return Operands(x, weight)
-    if design.block_k > COLUMNS.value:
-        raise ValueError(f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows")
-    return Operands(x, weight, scales.contiguous())
+    return Operands(x, weight, None if scales is None else scales.contiguous())
 
 
 class Results(NamedTuple):
@@ -324,7 +320,8 @@ def run(
     out = given.x.new_empty((schedule.all_pairs, N), dtype=given.dtype) if out is None else out
     if schedule.all_pairs == 0:
         return out
-    design = fitted(design, matrix) if isinstance(matrix, Fp8) else design
+    if isinstance(matrix, Fp8) or given.scales is not None:
+        design = fitted(design, matrix)
     block_k, width = design.block_k, design.block_n // halves
     if written is not None and width % COLUMNS.value:
         raise ValueError(
@@ -391,9 +388,9 @@ def run_gated(
     return run(design, given, gated=True, coming=coming, out=h, into=Results(written)), scales
 
 
-def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:
-    """``design`` with steps under one scale of ``weight``."""
-    most = columns_of(weight) if weight.is_grouped else COLUMNS.value
+def fitted(design: GroupedTiles, weight: torch.Tensor | Fp8) -> GroupedTiles:
+    """``design`` with steps under one scale of ``weight``, or of fp8 rows."""
+    most = columns_of(weight) if isinstance(weight, Fp8) and weight.is_grouped else COLUMNS.value
     return replace(design, block_k=most) if design.block_k > most else design
 
 

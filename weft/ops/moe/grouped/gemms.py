@@ -320,8 +320,7 @@ def run(
     out = given.x.new_empty((schedule.all_pairs, N), dtype=given.dtype) if out is None else out
     if schedule.all_pairs == 0:
         return out
-    if isinstance(matrix, Fp8) or given.scales is not None:
-        design = fitted(design, matrix)
+    design = fitted(design, matrix, given.scales)
     block_k, width = design.block_k, design.block_n // halves
     if written is not None and width % COLUMNS.value:
         raise ValueError(
@@ -388,8 +387,10 @@ def run_gated(
     return run(design, given, gated=True, coming=coming, out=h, into=Results(written)), scales
 
 
-def fitted(design: GroupedTiles, weight: torch.Tensor | Fp8) -> GroupedTiles:
-    """``design`` with steps under one scale of ``weight``, or of fp8 rows."""
+def fitted(design: Tiles, weight: torch.Tensor | Fp8 | FourBit, scales: torch.Tensor | None) -> Tiles:
+    """``design`` with steps under one scale of ``weight``, or of fp8 rows that have ``scales``."""
+    if not isinstance(weight, Fp8) and scales is None:
+        return design
     most = columns_of(weight) if isinstance(weight, Fp8) and weight.is_grouped else COLUMNS.value
     return replace(design, block_k=most) if design.block_k > most else design
 

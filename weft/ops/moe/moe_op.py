@@ -10,7 +10,7 @@ import torch
 
 from weft.ops.case import Case
 from weft.ops.moe.choices import popularity, recorded_shares
-from weft.ops.op import Op
+from weft.ops.op import Call, Op
 from weft.plan.planned import AUTO, Machine, Planned
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ class MoeOp(Op):
     form = "moe"
     pinned: ClassVar[slice | None] = None
 
-    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+    def tuned(self, call: Call, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
         if planned is None or self.pinned is None:
             return planned
         shape = self.table_key(call, machine)[1]
         return planned if planned.row.shape[self.pinned] == shape[self.pinned] else None
 
-    def row_name(self, call: Any) -> str:
+    def row_name(self, call: Call) -> str:
         """Name of the op in rows for ``call``, with its variants."""
         return "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
 

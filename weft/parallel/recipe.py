@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -17,7 +17,11 @@ from weft.parallel.tensors import (
     NormWeights,
     SequenceShard,
     VocabWeights,
+    own_rows,
 )
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 # Hidden states as a subclass passes them on; a Step or Sequences, which name plans and so lie above.
 Hidden, Tokens = Any, Any
@@ -28,11 +32,13 @@ Cache = tuple[Tensor, ...] | None
 class Recipe:
     """Way to run a decoder's parts on a team; subclasses define the tensors between the parts.
 
+    team   ranks that run it
     local  weft.parallel.fused or weft.parallel.plain: what a rank computes between the GEMMs
     name   of the mode
     """
 
     __slots__ = ()
+    team: Team
     local: ModuleType
     name: ClassVar[str]
 
@@ -94,7 +100,7 @@ class Recipe:
 
         w  the last layer's, for recipes whose kernels norm what they add up
         """
-        raise NotImplementedError
+        return own_rows(x + residual, self.team)
 
     def take_over(self, rows: Tensor, tokens: int) -> Hidden:
         """Input of a layer without a residual, from the rows that ``hand_over`` gave; `tokens`: T."""
@@ -108,7 +114,10 @@ class Recipe:
 
     def last_norm(self, x: Hidden, residual: Hidden, norm: NormWeights, step: Tokens, rows: Tensor | None) -> Tensor:
         """Normed output of the last layer for ``rows``, or for all tokens: whole on each rank, for the head."""
-        raise NotImplementedError
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        normed, _ = self.add_norm(x, residual, norm)
+        return normed
 
     def given(self, x: Tensor) -> Tensor | SequenceShard:
         """The input of a layer used by itself, by its meaning."""

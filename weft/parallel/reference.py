@@ -17,12 +17,9 @@ from weft.parallel.quantized import linear
 from weft.parallel.recipe import Cache, Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
-    LayerWeights,
     MLPWeights,
     MoEWeights,
-    NormWeights,
     VocabWeights,
-    own_rows,
 )
 
 if TYPE_CHECKING:
@@ -67,17 +64,8 @@ class Reference(Recipe):
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         return self.sum(plain.embed(tokens, table))
 
-    def hand_over(self, x: Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
-        return own_rows(x + residual, self.team)
-
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
         return self.team.library.all_gather(rows)[:tokens]
-
-    def last_norm(self, x: Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
-        if rows is not None:
-            x, residual = x[rows], residual[rows]
-        normed, _ = plain.add_norm(x, residual, norm)
-        return normed
 
     def sum(self, x: Tensor) -> Tensor:
         return self.team.library.all_reduce(x) if self.all_reduce is None else self.all_reduce(x)

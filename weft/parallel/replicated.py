@@ -207,17 +207,8 @@ class Replicated(Recipe):
         x = self.local.embed(tokens, table)  # vocab_embedding
         return ops.all_reduce(x, self.team)
 
-    def hand_over(self, x: Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
-        return own_rows(x + residual, self.team)
-
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
         return ops.all_gather(rows, self.team)[:tokens]
-
-    def last_norm(self, x: Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
-        if rows is not None:
-            x, residual = x[rows], residual[rows]
-        normed, _ = self.local.add_norm(x, residual, norm)
-        return normed
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}"

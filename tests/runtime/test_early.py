@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.limits import ANSWER
+from tests.limits import ANSWER, PROCESS
 from tests.spawning import Alone
 from weft.errors import NotEnoughGPUs
 from weft.runtime import early, launch
@@ -91,6 +91,11 @@ def test_launch_starts_its_processes_before_it_loads_torch_to_count_gpus_and_end
     with pytest.raises(NotEnoughGPUs):
         launch.launch(says, 3, "cuda")
     assert len(waiting) == 2, "none for more ranks than GPUs"
+
+
+def test_a_program_that_leaves_them_waiting_ends():
+    code = "from weft.runtime.early import EarlyProcesses; kept = EarlyProcesses(1, ['time'])"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PROCESS).returncode == 0
 
 
 def test_launch_needs_no_torch_to_begin():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import threading
@@ -37,6 +38,8 @@ class EarlyProcesses:
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
         self._modules, self._first_gemm = tuple(modules), first_gemm
         self._waiting = [self._start(number % gpus if gpus else None) for number in range(count)]
+        # Python would end them by SIGTERM, which they hold back, and wait.
+        self._end = multiprocessing.util.Finalize(self, _end_waiting, (self._waiting,), exitpriority=0)
 
     def _start(self, gpu: int | None) -> tuple[BaseProcess, Connection]:
         ours, theirs = multiprocessing.Pipe()
@@ -68,11 +71,15 @@ class EarlyProcesses:
 
     def close(self) -> None:
         """End the processes that wait."""
-        while self._waiting:
-            process, feed = self._waiting.pop()
-            feed.close()
-            process.kill()
-            process.join()
+        self._end()
+
+
+def _end_waiting(waiting: list[tuple[BaseProcess, Connection]]) -> None:
+    while waiting:
+        process, feed = waiting.pop()
+        feed.close()
+        process.kill()
+        process.join()
 
 
 @contextmanager

@@ -131,21 +131,27 @@ class ScaleShard(Shard):
     def of(cls, weight: Shard, grid: Fp8Grid, scales: Tensor) -> ScaleShard:
         """Scales of the part of a matrix that ``weight`` is."""
         scheme = grid.format.scheme
-        N, K = weight.shape
-        shape = {"block": (cdiv(N, BLOCK), cdiv(K, BLOCK)), "channel": (N, 1), "tensor": (1, 1)}[scheme]
-        rows, columns = blocks_of(weight, grid, scales)
-        ragged = scheme == "block" and N % BLOCK != 0
+        shape, (rows, columns) = shape_of_scales(scheme, weight.shape), blocks_of(weight, grid, scales)
+        ragged = scheme == "block" and weight.shape[0] % BLOCK != 0
         return cls(target=scales, shape=shape, rows=rows, columns=columns, ends_within_a_row=ragged)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        # Channels may be a vector, and a single scale a scalar.
-        if shape == () and self.shape == (1, 1):
-            return True
-        return shape == self.shape or (self.shape[1] == 1 and shape == self.shape[:1])
+        return are_scales(shape, self.shape)
 
     def copy_from(self, whole: WholeTensor) -> None:
         self.target.copy_(whole[...].reshape(self.shape)[self.rows][:, self.columns])
         self.reorder()
+
+
+def shape_of_scales(scheme: Scheme, weight: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of the scales of a whole weight [N, K] in a checkpoint."""
+    N, K = weight
+    return {"block": (cdiv(N, BLOCK), cdiv(K, BLOCK)), "channel": (N, 1), "tensor": (1, 1)}[scheme]
+
+
+def are_scales(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """True for scales of a `wanted` shape; channels may be a vector, and a single scale a scalar."""
+    return shape == wanted or (wanted[1] == 1 and shape == wanted[:1]) or (shape == () and wanted == (1, 1))
 
 
 def blocks_of(weight: Shard, grid: Fp8Grid, scales: Tensor) -> tuple[Tensor, Tensor]:

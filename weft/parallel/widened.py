@@ -13,9 +13,8 @@ from torch import Tensor
 
 from weft.errors import CheckpointError
 from weft.parallel.four_bit import FourBitFormat
-from weft.parallel.quantized import BLOCK, Format, Formats
+from weft.parallel.quantized import BLOCK, Format, Formats, are_scales, shape_of_scales
 from weft.parallel.sharding import Shard, WholeTensor
-from weft.runtime.arithmetic import cdiv
 
 
 def widened(shards: dict[str, Shard], formats: Formats | None) -> dict[str, Shard]:
@@ -83,17 +82,16 @@ class FactorShard(Shard):
         numbers = torch.empty(len(weight.target), 1, dtype=torch.int64, device=weight.target.device)
         replace(weight, target=numbers, shape=(N, 1)).copy_from(torch.arange(N)[:, None])
         rows, columns = numbers[:, 0].cpu(), torch.arange(K)
-        shape, rows, columns = {
-            "block": ((cdiv(N, BLOCK), cdiv(K, BLOCK)), rows // BLOCK, columns // BLOCK),
-            "channel": ((N, 1), rows, columns * 0),
-            "tensor": ((1, 1), rows * 0, columns * 0),
+        rows, columns = {
+            "block": (rows // BLOCK, columns // BLOCK),
+            "channel": (rows, columns * 0),
+            "tensor": (rows * 0, columns * 0),
         }[format.scheme]
+        shape = shape_of_scales(format.scheme, weight.shape)
         return cls(target=weight.target, shape=shape, rows=rows, columns=columns)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        # Channels may be a vector, and a single scale a scalar.
-        vector = shape == self.shape[:1] and self.shape[1] == 1
-        return shape == self.shape or vector or (shape == () and self.shape == (1, 1))
+        return are_scales(shape, self.shape)
 
     def copy_from(self, whole: WholeTensor) -> None:
         scales = whole[...].reshape(self.shape).float()[self.rows][:, self.columns]

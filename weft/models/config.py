@@ -81,7 +81,7 @@ WITHOUT_EFFECT = {
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Of sizes for which tables are made as a configuration is read; others are below 2**31.
+# Bits of sizes for which tables are made as a configuration is read; 31 of the rest.
 MOST_BITS = {"num_hidden_layers": 16, "head_dim": 16}
 # Keys that weft reads of every family; eos_token_id in Checkpoint.
 READ = {

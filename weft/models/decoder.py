@@ -207,7 +207,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, **sharded, layout=layout, context_parallel=self.context_parallel)
             for index in self.span
         )
-        self._make_ends(**sharded)
+        self._make_ends(sharded)
         sizes = config.max_position_embeddings, config.head_dim
         tables = tuple(rotary_angles(*sizes, rotary, team.device) for rotary in config.rotaries)
         self.angles = tables[0] if len(tables) == 1 else tables
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
         if self.cache_dtype == E4M3:
             check_cache_dtype(self.dtype, self.team)
 
-    def _make_ends(self, **sharded: Any) -> None:
+    def _make_ends(self, sharded: dict[str, Any]) -> None:
         """Make the embedding of a first stage, the norm and the head of a last one."""
         config, block = self.config, self.config.block
         vocabulary = config.vocab_size, config.hidden_size

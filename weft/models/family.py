@@ -265,12 +265,12 @@ DEFAULTS: Content = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-"""Defaults of Llama, from which those of families differ in a few."""
+"""Defaults of Llama; most families have a few other values."""
 SHAPE = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
 """First columns of tables of published models."""
 
 
-def table(columns: str, rows: Mapping[str, Sequence[Any]], **common: Any) -> dict[str, Content]:
+def table(columns: str, rows: Mapping[str, Sequence[object]], **common: object) -> dict[str, Content]:
     """Name of a published model -> its config.json: a row's values by key, and ``common`` ones."""
     return {name: {**common, **dict(zip(columns.split(), row, strict=True))} for name, row in rows.items()}
 

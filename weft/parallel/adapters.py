@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from weft.ops.gemm.add_adapters import by_torch
 from weft.parallel import fused
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import gemm_operands, linear
-from weft.parallel.recipe import Hidden, Recipe
+from weft.parallel.recipe import Recipe
 from weft.parallel.replicated import FusedNorm, Replicated
 from weft.parallel.tensors import AttentionWeights, PartialSum
 
@@ -77,8 +77,17 @@ class AdaptedNorm(FusedNorm):
     rows: Tensor | None = field(default=None, compare=False)
     name: ClassVar[str] = "replicated"
 
-    def decoder_layer(self, x: Hidden, residual: Tensor | None, w: LayerWeights, step: Step, *rest: Any) -> tuple:
-        return FusedNorm.decoder_layer(replace(self, rows=step.adapters), x, residual, w, step, *rest)
+    def decoder_layer(
+        self,
+        x: PartialSum | Tensor,
+        residual: Tensor | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[Tensor] | None = None,
+    ) -> tuple[PartialSum | Tensor, Tensor]:
+        of_step = replace(self, rows=step.adapters)
+        return FusedNorm.decoder_layer(of_step, x, residual, w, step, cache, inputs)
 
     def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         if not isinstance(w, AttentionWeights):  # latents and delta nets have no adapters
@@ -104,8 +113,17 @@ class Adapted(Replicated):
 
     rows: Tensor | None = field(default=None, compare=False)
 
-    def decoder_layer(self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, *rest: Any) -> tuple:
-        return Replicated.decoder_layer(replace(self, rows=step.adapters), x, residual, w, step, *rest)
+    def decoder_layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        of_step = replace(self, rows=step.adapters)
+        return Replicated.decoder_layer(of_step, x, residual, w, step, cache, inputs)
 
     def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         if not isinstance(w, AttentionWeights):

@@ -9,7 +9,9 @@ import torch
 import weft
 from weft.costs.recipes import Layer
 from weft.parallel.replicated import FusedNorm
-from weft.parallel.step_plan import plan_step
+from weft.parallel.sequence_parallel import GatheredMLP
+from weft.parallel.step_plan import plan_layer, plan_step, splits_tokens
+from weft.runtime import capabilities
 from weft.runtime.capabilities import Capabilities
 
 
@@ -97,6 +99,19 @@ def test_a_team_of_nodes_is_planned_as_one_of_its_nodes():
     for tokens in (1, 1024, 4096):
         first, second = (plan_step(tokens, team=team, **sizes) for team in teams)
         assert (first.mode, first.reason) == (second.mode, second.reason)
+
+
+def test_torch_compile_traces_no_cost_function():
+    """It asks for the tokens at which a layer's recipes change, and guards them alone."""
+    team = SimpleNamespace(rail=None, size=2, is_simulated=False, caps=capabilities.simulated(2))
+
+    def run(x):
+        gathers = isinstance(plan_layer(len(x), mode="sequence_parallel", team=team).recipe, GatheredMLP)
+        x = x + 1 if gathers else x
+        return x + 2 if splits_tokens(len(x), 4096, team) else x
+
+    made = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    assert [made(torch.zeros(rows)).max().item() for rows in (600, 1100, 5000)] == [1, 0, 2]
 
 
 def test_a_head_of_many_rows_is_given_normed_rows():

@@ -124,7 +124,12 @@ def agree(team: Team, file: Path | None = None) -> None:
 
 def gpu_of(caps: Capabilities) -> Gpu:
     """Constants of a rank's GPU, equal on all ranks that have such a one."""
-    return named(caps.device_name, caps.arch, 0 if is_known(caps.device_name) else caps.sms)
+    return of_device(caps.device_name, caps.arch, caps.sms)
+
+
+def of_device(device_name: str, arch: str, sms: int) -> Gpu:
+    """Constants of a GPU as its driver describes it."""
+    return named(device_name, arch, 0 if is_known(device_name) else sms)
 
 
 @remembered

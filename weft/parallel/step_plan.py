@@ -6,6 +6,7 @@ Recipes change where ``weft.costs.recipes`` predicts that a layer takes less tim
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.costs.choice import told
-from weft.costs.gpu import gpu_of
+from weft.costs.gpu import gpu_of, of_device
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, Changes, Layer, changes, times
 from weft.ops.collectives.all_reduce_rms_norm import takes_rows
 from weft.parallel import fused as FUSED
@@ -77,14 +78,16 @@ def plan_layer(
     local = _local(team, fused)
     if mode != "sequence_parallel":
         return StepPlan(recipe=Replicated(team=team, local=local))
-    most = _changes(layer or Layer.dense(WIDTH, team.size), team).gathered if local is FUSED else 0
+    most = 0
+    if local is FUSED:
+        most = _of_width(WIDTH, team)[1] if layer is None else _changes(layer, team).gathered
     recipe = GatheredMLP if tokens <= most else SequenceParallel
     return StepPlan(recipe=recipe(team=team, local=local))
 
 
 def splits_tokens(tokens: int, hidden_size: int, team: Team) -> bool:
     """True if "auto" splits the tokens of a dense model of this width over the ranks."""
-    return tokens >= _changes(Layer.dense(hidden_size, team.size), team).sharded
+    return tokens >= _of_width(hidden_size, team)[0]
 
 
 def defers_scale(dtype: torch.dtype, team: Team) -> bool:
@@ -93,6 +96,26 @@ def defers_scale(dtype: torch.dtype, team: Team) -> bool:
     Over nodes the norm is a further kernel, and needs none.
     """
     return team.rail is None and dtype == torch.bfloat16 and gpu_of(team.caps).limits.deferred_scale
+
+
+def _of_width(hidden_size: int, team: Team) -> tuple[float, float]:
+    """(tokens from which a dense layer is split, most tokens that it gathers before the MLP)."""
+    caps = team.caps
+    # One text: torch.compile knows its value, where of an attribute or a size it may know the name alone.
+    numbers = map(operator.index, (hidden_size, team.size, _ranks(team), caps.sms))
+    return _constant(" ".join([*map(str, numbers), caps.arch, caps.device_name]))
+
+
+def _constant(asked: str) -> tuple[float, float]:
+    """``_of_width`` by a text: torch.compile asks for it once, and traces no cost function."""
+    *numbers, arch, device_name = asked.split(" ", 5)
+    hidden_size, world_size, ranks, sms = map(int, numbers)
+    at = changes(Layer.dense(hidden_size, world_size), ranks, of_device(device_name, arch, sms))
+    return at.sharded, at.gathered
+
+
+# As torch.compiler.assume_constant_result does, which imports torch's compiler.
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _changes(layer: Layer, team: Team) -> Changes:

@@ -86,7 +86,6 @@ def roofline(
     layers = config.num_hidden_layers if level == "model" else 1
     mlp = ("gate_up", "down", "shared_gate_up", "shared_down")
     chosen = {"mlp": mlp, "attn": ("qkv", "o"), "model": ("qkv", "o", *mlp)}[level]
-
     bits = 8.0 * itemsize if config.quantization is None else config.quantization.format.bits
 
     def gemm(elements: int, rows: float, read: float = 1.0, bits: float = bits) -> float:
@@ -101,25 +100,7 @@ def roofline(
         for name in times.keys() & {"gate_up", "down"}:
             read = active_share(config, tokens)
             times[name] = gemm(weights(config, world_size)[name], tokens * share, read)
-    attention = 0.0
-    if level != "mlp":
-        heads, elements = config.num_attention_heads // world_size, config.cached_elements(world_size)
-        operations = 4.0 * config.head_dim
-        if (latent := config.attention.latent) is not None:
-            expanded = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
-            operations = 2.0 * (latent.width + latent.kv_lora_rank if new == 1 else expanded)
-        windows = [config.attention.window(layer) for layer in range(config.num_hidden_layers)]
-
-        def attend(window: int | None) -> float:
-            window = min(window or length, length)
-            nbytes = batch * min(length, window + new - 1) * elements * itemsize
-            # Token i of a sequence sees i + 1 tokens, itself the last, and at most the window.
-            whole = length - max(window, length - new)
-            growing = new - whole
-            pairs = batch * (whole * window + growing * (length - new) + growing * (growing + 1) / 2)
-            return max(nbytes / limits.memory, operations * pairs * heads / limits.flops) * 1e6
-
-        attention = sum(map(attend, windows)) / len(windows)
+    attention = 0.0 if level == "mlp" else _attention(config, world_size, shape, itemsize, limits)
     wire = latency = exposed = 0.0
     if world_size > 1:
         each = 2 * (world_size - 1) / world_size * tokens * config.hidden_size * itemsize / limits.link * 1e6
@@ -132,3 +113,25 @@ def roofline(
         gemms=layers * sum(times.values()), head=head, attention=layers * attention,
         wire=layers * wire, latency=layers * latency, exposed=layers * exposed,
     )  # fmt: skip
+
+
+def _attention(config: DecoderConfig, world_size: int, shape: Sequence[int], itemsize: int, limits: Limits) -> float:
+    """Attention of a layer in the mean, in microseconds."""
+    batch, length, new = shape
+    heads, elements = config.num_attention_heads // world_size, config.cached_elements(world_size)
+    operations = 4.0 * config.head_dim
+    if (latent := config.attention.latent) is not None:
+        expanded = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+        operations = 2.0 * (latent.width + latent.kv_lora_rank if new == 1 else expanded)
+    windows = [config.attention.window(layer) for layer in range(config.num_hidden_layers)]
+
+    def attend(window: int | None) -> float:
+        window = min(window or length, length)
+        nbytes = batch * min(length, window + new - 1) * elements * itemsize
+        # Token i of a sequence sees i + 1 tokens, itself the last, and at most the window.
+        whole = length - max(window, length - new)
+        growing = new - whole
+        pairs = batch * (whole * window + growing * (length - new) + growing * (growing + 1) / 2)
+        return max(nbytes / limits.memory, operations * pairs * heads / limits.flops) * 1e6
+
+    return sum(map(attend, windows)) / len(windows)

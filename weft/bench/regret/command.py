@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,45 +129,41 @@ def measure(
     asked: Asked,
 ) -> None:
     """Time shapes that the file lacks, and print all rows. After a WeftError the file has the rows so far."""
-    from weft.bench.harness.runner import heap_bytes
-    from weft.bench.regret.file import Kept, read, summary
-    from weft.runtime.launch import launch
+    from weft.bench.regret.file import read, summary
+    from weft.bench.regret.measure import told
 
-    file = asked.file
-    before: list[Kept] = [] if file is None else read(file)
+    before = [] if asked.file is None else read(asked.file)
     console = Console(highlight=False)
     for size, made in runs:
         gpu = "simulated" if simulated else machine_here(size, simulated).caps.device_name
-        known = {kept.row.key for kept in before if kept.gpu == gpu}
-        left = [
-            replace(
-                one,
-                shapes=tuple(shape for shape in one.shapes if (one.name, size, one.dtype, shape.size) not in known),
-            )
-            for one in made
-        ]
-        if talks() and (done := sum(len(one.shapes) for one in made) - sum(len(one.shapes) for one in left)):
-            notices.info("weft: %d of %d shapes are in %s", done, sum(len(one.shapes) for one in made), file)
-        rows: list[Row] = []
-        if any(one.shapes for one in left):
-            rows = launch(
-                on_rank, size, "sim" if simulated else "cuda",
-                args=(tuple(left), flags, asked, gpu),
-                heap_bytes=None if simulated else heap_bytes(left),
-            )[0]  # fmt: skip
-        names = {(one.name, size, one.dtype, shape.size) for one in made for shape in one.shapes}
-        every = [kept.row for kept in before if kept.gpu == gpu and kept.row.key in names] + rows
-        for line in _lines(every):
-            console.print(line, soft_wrap=True)
-        for line in summary(every):
+        known = {kept.row.key: kept.row for kept in before if kept.gpu == gpu}
+        wanted = [(one.name, size, one.dtype, shape.size) for one in made for shape in one.shapes]
+        left = [_without(known, one, size) for one in made]
+        if talks() and (done := sum(key in known for key in wanted)):
+            notices.info("weft: %d of %d shapes are in %s", done, len(wanted), asked.file)
+        every = [row for key, row in known.items() if key in wanted] + _rows(left, size, simulated, flags, asked, gpu)
+        lines = [f"{row.op} W={row.world_size} {told(row)}" for row in every]
+        for line in (*lines, *summary(every)):
             console.print(line, soft_wrap=True)
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
-    from weft.bench.regret.measure import told
+def _without(known: Container[tuple], workload: OpWorkload, world_size: int) -> OpWorkload:
+    """``workload`` without the shapes of ``known`` keys of rows."""
+    key = workload.name, world_size, workload.dtype
+    return replace(workload, shapes=tuple(shape for shape in workload.shapes if (*key, shape.size) not in known))
 
-    for row in rows:
-        yield f"{row.op} W={row.world_size} {told(row)}"
+
+def _rows(
+    left: Sequence[OpWorkload], size: int, simulated: bool, flags: RegretFlags, asked: Asked, gpu: str
+) -> list[Row]:
+    """Rows of the shapes that are left, measured on ``size`` ranks."""
+    from weft.bench.harness.runner import heap_bytes
+    from weft.runtime.launch import launch
+
+    if not any(one.shapes for one in left):
+        return []
+    device, heap = ("sim", None) if simulated else ("cuda", heap_bytes(left))
+    return launch(on_rank, size, device, args=(tuple(left), flags, asked, gpu), heap_bytes=heap)[0]
 
 
 def on_rank(team: Team, made: tuple[OpWorkload, ...], flags: RegretFlags, asked: Asked, gpu: str) -> list[Row]:

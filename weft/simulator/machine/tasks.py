@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from greenlet import GreenletExit, greenlet
 
@@ -106,6 +107,8 @@ class ThreadTask(Task):
     """Host code of a rank, in a separate thread, so that torch's thread-local state is per rank."""
 
     _thread: threading.Thread | None = None
+    _turn: SimpleQueue[None]
+    _back: SimpleQueue[None]
     _leaving = False
 
     def __init__(
@@ -125,36 +128,44 @@ class ThreadTask(Task):
 
     def _resume(self) -> None:
         if self._thread is None:
-            self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+            # Semaphores; those of threading are written in Python, and a switch took 19 us in place of 12.
+            self._turn, self._back = SimpleQueue(), SimpleQueue()
             self._thread = threading.Thread(target=self._main, name=f"weft {self.label}", daemon=True)
             self._thread.start()
         else:
-            self._turn.release()
-        self._back.acquire()
+            self._turn.put(None)
+        self._back.get()
         if self.finished:
             # Its thread-local variables go only now. Tensors among them would abort a process that is about to exit.
             self._thread.join()
 
     def _main(self) -> None:
         self.run()
-        self._back.release()
+        self._back.put(None)
 
     def pause(self) -> None:
-        self._back.release()
-        self._turn.acquire()
+        self._back.put(None)
+        self._turn.get()
         if self._leaving:
             raise Abandoned
 
     def abandon(self, hurried: Callable[[], bool]) -> None:
         self._leaving = True
         while self._thread is not None and not self.finished:
-            self._turn.release()
-            while not self._back.acquire(timeout=_HURRY_AFTER):
+            self._turn.put(None)
+            while not self._has_come_back():
                 if hurried():
                     return  # it ends when it comes to its next pause
         self.finished = True
         if self._thread is not None:
             self._thread.join()
+
+    def _has_come_back(self) -> bool:
+        try:
+            self._back.get(timeout=_HURRY_AFTER)
+        except Empty:
+            return False
+        return True
 
     @property
     def is_here(self) -> bool:

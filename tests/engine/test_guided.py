@@ -62,7 +62,6 @@ def test_answers_follow_their_grammars_in_slots_chunks_and_after_preemption(byte
     assert found[3].text in ("positive", "negative")
     assert found[4].text.strip("()") == "x" and found[4].text.count("(") == found[4].text.count(")")
     assert [one.finish_reason for one in found] == ["eos", "eos", "length", "eos", "eos"]
-    assert answers(byte_model, late=1)[0] == found
     again, preemptions = answers(byte_model, late=1, page_size=16, pages=1 + 5, max_batch=4, chunk_tokens=7)
     assert [one.token_ids for one in again] == [one.token_ids for one in found] and preemptions > 0
     assert [one.token_ids for one in answers(byte_model, 2)[0]] == [one.token_ids for one in found]

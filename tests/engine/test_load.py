@@ -1,4 +1,4 @@
-"""Under load no answer differs and no page is lost: hundreds of requests, a third of them cancelled, preemptions."""
+"""Under load no answer differs and no page is lost: 150 requests, a third of them cancelled, preemptions."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import weft
 from weft.engine import Engine, SamplingParams
 from weft.engine.answers import join_pieces
 
-REQUESTS = 250
+REQUESTS = 150
 # For 40 sequences of a page, or two of hundreds of tokens: then the youngest give way.
 SMALL = {"page_size": 16, "pages": 41, "max_batch": 24, "chunk_tokens": 64}
 
@@ -49,7 +49,7 @@ def arrivals(seed):
     for number in range(REQUESTS):
         # One in ten is long, or ends with an error.
         kind = draw.randrange(count - 4, count) if draw.random() < 0.1 else draw.randrange(count - 4)
-        at = draw.randrange(200)
+        at = draw.randrange(120)
         coming.setdefault(at, []).append((number, kind))
         if number % 3 == 0:
             leaving.setdefault(at + draw.randrange(1, 60), []).append(number)

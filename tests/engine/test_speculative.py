@@ -341,18 +341,18 @@ def test_a_prompt_finds_the_pages_of_an_answer_with_drafts(byte_model):
     assert tokens == expected.token_ids and hits >= 48
 
 
-def test_grammars_allow_the_token_after_each_draft(byte_model):
+def test_grammars_allow_the_token_after_each_draft(one_layer):
     """Masks of accepted drafts are those of their places, and other requests' rows stay as they are."""
     pytest.importorskip("llguidance")
     from tests.engine.test_guided import ASKED
 
     prompts = [*PROMPTS, "y"]
     asked = [ASKED[0], ASKED[1], SamplingParams(max_tokens=40, frequency_penalty=1.0), ASKED[3], ASKED[4]]
-    [(plain, _, _)] = ask(byte_model, prompts, asked)
+    [(plain, _, _)] = ask(one_layer, prompts, asked)
     answers = [whole for prompt, one in zip(prompts, plain, strict=True) for whole in sequences_of([prompt], [one])]
     for world_size, late, wrong in ((1, 0, 5), (1, 1, 3), (2, 0, 99)):
         for completions, counts, _ in ask(
-            byte_model, prompts, asked, world_size, answers=answers, speculative=NGRAM, late=late, wrong=wrong
+            one_layer, prompts, asked, world_size, answers=answers, speculative=NGRAM, late=late, wrong=wrong
         ):
             assert_alike(completions, plain)
             assert counts.accepted_tokens > 60

@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": 60,
     "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from weft.check.detector.detector import Detector
 from weft.check.runner import Runner
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.simulator.observer import Observer
+
+
+@triton.jit
+def write_ones(out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), 1.0)
 
 
 def line_of(text):
@@ -180,6 +186,21 @@ def test_wrong_arguments():
         weft.check(examples.main, 2, schedules=0)
     with pytest.raises(ValueError, match="strategy='wild' is not one of mix, uniform"):
         weft.check(examples.main, 2, strategy="wild")
+
+
+def test_tensors_of_ended_kernels_are_freed():
+    passed = []
+
+    def main(team):
+        for _ in range(200):
+            tensor = torch.zeros(32)
+            passed.append(weakref.ref(tensor))
+            write_ones[(1,)](tensor, 32)
+            team.synchronize()
+        return sum(tensor() is not None for tensor in passed)
+
+    weft.check(main, 1, schedules=1, on_results=lambda results: passed.append(results[0]))
+    assert passed[-1] < 100
 
 
 def test_a_simulation_without_a_check_has_no_observer():

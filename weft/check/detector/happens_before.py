@@ -142,7 +142,7 @@ class HappensBefore(Observer):
 
     def grid_ended(self, grid: Grid) -> None:
         main = self._main[grid.rank]
-        main.learn(self.orders[grid].end)
+        main.learn(self.orders.pop(grid).end)
         main.tick()
         main.sync = Sync(f"end of kernel {grid.launch.name}")
 

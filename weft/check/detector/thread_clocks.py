@@ -396,4 +396,6 @@ class ProgramClock(ThreadClock):
         known = known if self.acquired_alone is None else joined(known, self.acquired_alone)
         for stamps in self._stamps.values():
             known[:, stamps.slot] = self.slots.time[stamps.slot]
+        # Records of its accesses keep this object until the run's end, without what only a running program needs.
+        self.accesses, self.stores, self.proxy, self.begun = {}, {}, known, known
         return known

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,6 +154,8 @@ class Launches(Accesses):
         if run.error is not None:
             raise run.error
         self.observer.grid_ended(run)
+        # Records of accesses keep the grid until the run's end, and would keep its tensors too.
+        run.launch = replace(run.launch, run=lambda: None, tensors=[], tuples=[])
 
     def _forget(self, bases: Sequence[int]) -> None:
         for base in bases:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -87,6 +88,17 @@ def test_a_script_that_does_not_load_is_wrong_usage(tmp_path, text):
     result = run(script)
     assert result.exit_code == 2
     assert "cannot be imported" in result.output
+
+
+def test_main_imports_from_its_folder_and_a_replay_quotes_the_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "it's here.py"
+    script.write_text("def main(team):\n    import beside_the_script\n")
+    (tmp_path / "beside_the_script.py").write_text("1 / 0\n")
+    result = run(script, "--world-size", 1, "--schedules", 1)
+    assert "ZeroDivisionError" in result.output and "ModuleNotFoundError" not in result.output
+    _, _, command = result.output.partition("replay: weft ")
+    assert shlex.split(command)[:2] == ["check", str(script)]
 
 
 def test_a_main_that_would_never_run_is_wrong_usage(tmp_path):

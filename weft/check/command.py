@@ -85,7 +85,7 @@ def check(flags: CheckFlags) -> None:
     """
     # Needed by a replay besides the schedule.
     named = " ".join([
-        f"{flags.script}", *(["--torch"] if flags.torch else []),
+        shlex.quote(f"{flags.script}"), *(["--torch"] if flags.torch else []),
         *([f"--function {flags.function}"] if flags.function not in (None, "main") else []),
         *([f"--args {shlex.quote(flags.args)}"] if flags.args else []),
     ])  # fmt: skip

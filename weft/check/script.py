@@ -20,13 +20,13 @@ def load(script: Path, function: str) -> Callable[..., Any]:
         raise ValueError(f"{script} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
-    sys.path.insert(0, str(script.parent.resolve()))
+    folder = str(script.parent.resolve())
+    if folder not in sys.path:  # for good, as Python does for a script: main may import from it as well
+        sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{script} cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.pop(0)
     main = getattr(module, function, None)
     if not callable(main):
         raise ValueError(f"{script} defines no {function}(team); write one, or name another with --function")

@@ -203,6 +203,13 @@ def test_tensors_of_ended_kernels_are_freed():
     assert passed[-1] < 100
 
 
+def test_code_without_source_text_is_reported_without_a_line():
+    names = {}
+    exec(compile("def main(team):\n    return 1 / 0\n", "<string>", "exec"), names)
+    text = str(weft.check(names["main"], 1, schedules=1))
+    assert "ZeroDivisionError by rank 0 host code, <string>:2 in main\n   remedy:" in text
+
+
 def test_a_simulation_without_a_check_has_no_observer():
     machines = []
     weft.simulate(examples.main, 2, prepare=machines.append)

@@ -9,10 +9,11 @@ import weft.check
 from tests.check import examples
 from tests.check.test_command import run
 from tests.zoo import dated
-from weft.check.detector.findings import RACES, REMEDIES
+from weft.check.detector.findings import RACES, REMEDIES, Finding
 from weft.check.explanations import EXPLANATIONS, explain
 from weft.check.page import page
 from weft.check.picture import picture
+from weft.check.report import Found, Report, Schedule
 from weft.check.sarif import sarif
 
 
@@ -77,6 +78,15 @@ def test_sarif_names_rule_line_and_other_side(report):
     assert lines == [21, 14]
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith("tests/check/examples.py")
     assert "Remedy: put tl.debug_barrier()" in result["message"]["text"]
+
+
+def test_sarif_names_a_place_for_every_finding_and_quotes_it():
+    replay = Schedule(world_size=2, strategy="uniform", seed=0)
+    nowhere = Found(finding=Finding(kind="unfollowed", message=""), count=1, schedules=1, replay=replay)
+    report = Report(findings=(nowhere,), schedules=1, world_sizes=(2,), script="'kernels/mä n.py' --torch")
+    (result,) = json.loads(sarif(report))["runs"][0]["results"]
+    (place,) = result["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"] == "kernels/m%C3%A4%20n.py"
 
 
 def test_the_command_writes_them(tmp_path):

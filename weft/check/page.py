@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from weft.check.detector.findings import RACES, Finding, Side
+from weft.check.detector.findings import RACES, Finding
 from weft.check.explanations import EXPLANATIONS
 from weft.check.picture import access, synchronised
-from weft.check.report import Found, Report
+from weft.check.report import Found, Report, side_lines
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -31,7 +31,7 @@ def page(report: Report) -> str:
 def _section(number: int, entry: Found, script: str) -> str:
     finding = entry.finding
     at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
-    sides = "".join(f"<pre>{escape(_side(side))}</pre>" for side in finding.sides)
+    sides = "".join(f"<pre>{escape(chr(10).join(side_lines(side)))}</pre>" for side in finding.sides)
     detail = f"<pre>{escape(chr(10).join(finding.detail))}</pre>" if finding.detail else ""
     return (
         f"<h2>{number}. {escape(finding.kind + at)}</h2><p>{escape(finding.message)}</p>\n"
@@ -39,12 +39,6 @@ def _section(number: int, entry: Found, script: str) -> str:
         f"<p><b>Remedy:</b> {escape(finding.remedy)}</p>\n<p>Seen {entry.count} time(s) in {entry.schedules} schedule(s). "
         f"Replay:</p><pre>{escape(entry.replay.command(script))}</pre>"
     )
-
-
-def _side(side: Side) -> str:
-    head = f"{side.verb} by {side.task}"
-    place = f", {side.place} in {side.place.function}:\n    {side.place.text}" if side.place else ""
-    return f"{head}{place}\nlast synchronisation: {side.sync}" + (f"\nended by {side.ended}" if side.ended else "")
 
 
 def drawing(finding: Finding) -> str:

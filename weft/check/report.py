@@ -146,8 +146,7 @@ def paragraph(number: int, entry: Found, script: str) -> str:
     """Finding as text for a kernel's author."""
     finding = entry.finding
     lines = [f"{number}. {_head(finding)}", f"   {finding.message}"]
-    for side in finding.sides:
-        lines += _side(side)
+    lines += [f"   {line}" for side in finding.sides for line in side_lines(side)]
     lines += [f"   {line}" for line in finding.detail if line != finding.message]
     lines.append(f"   remedy: {finding.remedy}")
     for other in entry.also:
@@ -166,13 +165,14 @@ def _head(finding: Finding) -> str:
     return f"{finding.kind}  {finding.tensor}[{span}] of rank {finding.rank}"
 
 
-def _side(side: Side) -> list[str]:
-    last = [f"        last synchronisation: {side.sync}"] if side.sync else []
-    last += [f"        ended by {side.ended}"] if side.ended else []
-    if side.place is None:
-        return [f"   {side.verb} by {side.task}", *last]
-    return [
-        f"   {side.verb} by {side.task}, {side.place} in {side.place.function}:",
-        f"        {side.place.text}",
-        *last,
-    ]
+def side_lines(side: Side) -> list[str]:
+    """Lines of text on one side of a finding: its access, source line and last synchronisation."""
+    place, details = side.place, []
+    if place is not None and place.text:  # code made by exec has no text
+        details.append(place.text)
+    if side.sync:
+        details.append(f"last synchronisation: {side.sync}")
+    if side.ended:
+        details.append(f"ended by {side.ended}")
+    where = f", {place} in {place.function}{':' if place.text else ''}" if place is not None else ""
+    return [f"{side.verb} by {side.task}{where}", *(f"     {line}" for line in details)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from weft.check.detector.findings import REMEDIES, Side
+from weft.check.detector.findings import REMEDIES
 from weft.check.explanations import EXPLANATIONS
 from weft.check.report import Found, Report
 
@@ -37,8 +39,12 @@ def _result(entry: Found, script: str) -> dict[str, Any]:
     placed = [side for side in finding.sides if side.place is not None]
     result: dict[str, Any] = {
         "ruleId": finding.kind, "level": "error", "message": {"text": text},
-        "locations": [_location(side) for side in placed[-1:]],
-        "relatedLocations": [_location(side) | {"message": {"text": f"{side.verb} by {side.task}"}} for side in placed[:-1]],
+        # Code scanning refuses a whole report for one result without a location.
+        "locations": [_location(side.place.file, side.place.line) for side in placed[-1:]] or _at_script(script),
+        "relatedLocations": [
+            _location(side.place.file, side.place.line) | {"message": {"text": f"{side.verb} by {side.task}"}}
+            for side in placed[:-1]
+        ],
         "partialFingerprints": {"cause/v1": " ".join(map(str, finding.cause))},
     }  # fmt: skip
     if finding.allowed is not None:
@@ -46,8 +52,13 @@ def _result(entry: Found, script: str) -> dict[str, Any]:
     return result
 
 
-def _location(side: Side) -> dict[str, Any]:
-    assert side.place is not None
-    path = os.path.relpath(side.place.file)
-    uri = Path(side.place.file).resolve().as_uri() if path.startswith("..") else Path(path).as_posix()
-    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": {"startLine": side.place.line}}}
+def _at_script(script: str) -> list[dict[str, Any]]:
+    """First line of the checked script, or of the test's file; nothing for a check from Python."""
+    words = shlex.split(script.partition("::")[0])
+    return [_location(words[0], 1)] if words else []
+
+
+def _location(file: str, line: int) -> dict[str, Any]:
+    path = os.path.relpath(file)
+    uri = Path(file).resolve().as_uri() if path.startswith("..") else quote(Path(path).as_posix())
+    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}}

@@ -15,6 +15,7 @@ import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
 from weft.check.detector.detector import Detector
+from weft.check.digests import digest_of
 from weft.check.runner import Runner
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.simulator.observer import Observer
@@ -130,6 +131,13 @@ def test_dataclasses_are_compared_by_their_members():
     differ = 1
     (found,) = weft.check(main, 1, schedules=2).findings
     assert found.finding.kind == "divergence" and "result[0].squares differs" in found.finding.message
+
+
+def test_views_and_sparse_tensors_are_compared_by_their_values():
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    views = [numbers.conj(), numbers.conj().imag, torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.float8_e4m3fn)]
+    values = [torch.tensor([1 - 2j, 3 + 1j]), torch.tensor([-2.0, 1.0]), torch.eye(2), views[3].clone()]
+    assert digest_of(views) == digest_of(values) != digest_of([numbers, *values[1:]])
 
 
 def test_what_main_raises_is_a_finding():

@@ -31,7 +31,7 @@ def first_difference(one: Digest, other: Digest) -> str:
 
 def _take(place: str, value: object, digest: Digest) -> None:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat = value.detach().to_dense().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         head = f"{value.dtype} {tuple(value.shape)}".encode()
         digest[place] = _hash(head, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     elif isinstance(value, (list, tuple)):

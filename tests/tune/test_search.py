@@ -42,6 +42,11 @@ def run(plan, world_size=2):
     return [outcomes for (outcomes,) in found], lines
 
 
+def without_room(outcome):
+    """Dropped candidates for another reason than the heap: times of virtual ranks may lead to ones that it does not hold."""
+    return [(name, reason) for name, reason in outcome.dropped if "Make it larger: heap_bytes=" not in reason]
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """[(rank, label, whether it was compiled only)], in order."""
@@ -94,7 +99,7 @@ def test_all_ranks_try_the_same_the_same_number_of_times(calls):
         assert first < outcome.tried <= first + 6
         assert outcome.row.design in ("one_shot", "two_shot")
         assert 0 < outcome.row.us <= outcome.row.default_us
-        assert outcome.dropped == ()
+        assert without_room(outcome) == []
     assert [line.split(":")[0] for line in lines] == ["all-reduce 96", "all-reduce 240"]
 
 
@@ -108,12 +113,12 @@ def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls
     found, _ = run(TunePlan(op="all-reduce", shapes=shapes((96,)), quick=True))
     (outcome,) = found[0]
     assert found[0] == found[1]
-    ((name, reason),) = outcome.dropped
+    ((name, reason),) = without_room(outcome)
     assert name.startswith("two_shot transport=lamport row_bytes=512 ")
     assert reason == "rank 1: RuntimeError: out of resource: shared memory"
     assert sorted(call for call in calls if call[1] == name) == [(0, name, True), (1, name, True)]
     assert outcome.row is not None
-    assert outcome.row.candidates == outcome.tried - 1
+    assert outcome.row.candidates == outcome.tried - len(outcome.dropped)
 
 
 def test_a_wrong_answer_on_one_rank_drops_it_everywhere(failing):

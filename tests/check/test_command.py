@@ -71,6 +71,8 @@ def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
         ([examples.__file__, "--link", "infiniband"], "link='infiniband' is not one of nvlink, pcie"),
         ([examples.__file__, "--node-size", "2", "--world-size", "2,3"], "node_size=2 does not divide world_size=3"),
         ([examples.__file__, "--schedules", "0"], "schedules=0 is not a positive integer"),
+        ([examples.__file__, "--torch", "--args", "'open"], "--args 'open: No closing quotation; quote them"),
+        (["--explain", "xyz"], "--explain xyz is no kind of finding; kinds: race, "),
         ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
         ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),
     ],
@@ -148,6 +150,10 @@ def test_assertion(team):
 async def test_async(team):
     assert False
 
+@pytest.mark.weft(world_size=0)
+def test_no_rank(team):
+    pass
+
 def test_unmarked(team):
     pass
 """
@@ -159,8 +165,10 @@ def test_the_pytest_plugin(tmp_path):
     plugin = [] if is_installed else ["-p", "weft.check.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True).stdout
-    assert re.search(r"3 failed, 1 passed,( \d+ warnings?,)? 1 error", output)  # newer torch warns
+    assert re.search(r"4 failed, 1 passed,( \d+ warnings?,)? 1 error", output)  # newer torch warns
     assert "main=test_async is an async function" in output
+    assert "test_no_rank cannot be checked: world_size=0 is not a positive integer" in output
+    assert "plugin.py" not in output
     assert "missing-barrier  data[0..31] of rank 1" in output
     assert "replay: @pytest.mark.weft(world_size=2, strategy='pct', seed=" in output
     assert "ranks disagree" in output

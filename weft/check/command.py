@@ -138,7 +138,11 @@ def _main(flags: CheckFlags) -> Callable[..., Any]:
         raise ValueError(f"{flags.script}: no such file; pass a Python program")
     from weft.check.torch_programs.program import TorchProgram
 
-    return TorchProgram(flags.script, flags.function, tuple(shlex.split(flags.args)))
+    try:
+        args = tuple(shlex.split(flags.args))
+    except ValueError as error:
+        raise ValueError(f"--args {shortened(flags.args)}: {error}; quote them as for a shell") from None
+    return TorchProgram(flags.script, flags.function, args)
 
 
 def _check_gpu(flags: CheckFlags) -> None:

@@ -193,7 +193,8 @@ def explain(kind: str) -> str:
     """Text of a kind. ValueError for one that does not exist."""
     known = EXPLANATIONS.get(kind)
     if known is None:
-        raise ValueError(f"--explain {kind} is no kind of finding{did_you_mean(kind, tuple(EXPLANATIONS))}")
+        ways_out = did_you_mean(kind, tuple(EXPLANATIONS)) or f"; kinds: {', '.join(EXPLANATIONS)}"
+        raise ValueError(f"--explain {kind} is no kind of finding{ways_out}")
     parts = [f"{kind}: {known.what}", "", "wrong:", *_lines(known.wrong), "mended:", *_lines(known.mended), ""]
     parts.append(f"remedy: {REMEDIES[kind]}")
     if kind in OF_TORCH:

@@ -54,8 +54,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         check_main(function)
         report = check(main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
-    except WrongMain as error:
-        pytest.fail(str(error), pytrace=False)
+    except (WrongMain, ValueError) as error:  # of the marker's arguments; what the test raises is a finding
+        pytest.fail(f"{pyfuncitem.name} cannot be checked: {error}", pytrace=False)
     if not report.ok:
         pytest.fail(str(report), pytrace=False)
     return True

@@ -20,7 +20,7 @@ from weft.kernels.operands import can_describe, descriptor_or_self, row_stride, 
 from weft.ops.attention.merge_attention import LOG2_E
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.gemm.tile import Tile, default_tile
-from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange.exchange_op import padded
 from weft.ops.moe.overlapped import case_experts
 from weft.ops.moe.routing import Experts
 from weft.runtime.team.team import Team

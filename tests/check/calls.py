@@ -15,12 +15,12 @@ from weft import ops
 from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
+from weft.ops.moe.exchange.pipelined import CombinePieces
 from weft.ops.moe.grouped.cases import quantized_experts
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments
-from weft.ops.moe.pipelined import CombinePieces
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped

@@ -19,7 +19,7 @@ from weft.ops.collectives import all_gather, all_reduce
 from weft.ops.gemm import matmul, small_m
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.moe import exchange, push
+from weft.ops.moe.exchange import exchange_op, push
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.routing import Schedule
 from weft.runtime.team.channel import ChannelView
@@ -58,7 +58,7 @@ def of_combine(view):
 
 
 def of_rows(kernel, *arguments, view):
-    sizes = exchange.Sizes(128, 256, 2, 2, 4, 8, 256)
+    sizes = exchange_op.Sizes(128, 256, 2, 2, 4, 8, 256)
     flags = Half(LANDED, X, X)
     return compiled(kernel, *arguments, flags, view, arch="sm_90", SIZES=sizes, CHUNKS=16, num_warps=4)
 
@@ -124,6 +124,6 @@ def of_gathered(view):
 
 
 MODULES = (
-    all_reduce, all_gather, push, exchange, grouped, small_m, matmul, head_words,
+    all_reduce, all_gather, push, exchange_op, grouped, small_m, matmul, head_words,
     sharded_decode_attention, stripes,
 )  # fmt: skip

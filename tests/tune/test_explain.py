@@ -10,7 +10,7 @@ from weft.ops.attention.decoding import SplitKV
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
 from weft.ops.gemm.tile import Tile
-from weft.ops.moe.exchange import PushRows
+from weft.ops.moe.exchange.exchange_op import PushRows
 from weft.ops.moe.grouped.gemms import GroupedTiles
 from weft.ops.op import find_op
 from weft.ops.overlap import fused_reduce

@@ -13,7 +13,7 @@ from weft.costs.fitted import Exchanges, Pushes
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
-# Tokens under a flag, columns of a block and programs of "push" by default (weft.ops.moe.exchange).
+# Tokens under a flag, columns of a block and programs of "push" by default (weft/ops/moe/exchange).
 CHUNK, BLOCK, PROGRAMS = 8, 1024, 256
 
 

@@ -18,12 +18,12 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels.fp8 import E4M3, RowFormat, quantize_rows_kernel, rows_argument
 from weft.kernels.fp8 import by_torch as by_blocks
-from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
+from weft.ops.moe.exchange.exchange_op import DispatchArguments, PushRows, Sizes
+from weft.ops.moe.exchange.lamport import DispatchWords
+from weft.ops.moe.exchange.push import Mail, moe_dispatch_kernel
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
-from weft.ops.moe.lamport import DispatchWords
 from weft.ops.moe.moe_dispatch import DispatchCall
-from weft.ops.moe.push import Mail, moe_dispatch_kernel
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
 from weft.plan.planned import machine

@@ -16,15 +16,11 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.moe import (
-    exchange,
-    lamport,
-    moe_dispatch,
-    push,
-)
+from weft.ops.moe import moe_dispatch
+from weft.ops.moe.exchange import exchange_op, lamport, push
+from weft.ops.moe.exchange.pipelined import DispatchPieces
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
-from weft.ops.moe.pipelined import DispatchPieces
 from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options
@@ -162,8 +158,8 @@ def test_tokens_and_routing_may_change_from_call_to_call(way):
 
 # Of the expression that says whose expert it is, in the kernels of both ways.
 OWNERS = {
-    "owner off by one": (push, exchange, "rank // SIZES.tp)", "rank // SIZES.tp + 1)", "chosen_of"),
-    "whole experts": (push, exchange, "rank // SIZES.tp)", "rank)", "chosen_of"),
+    "owner off by one": (push, exchange_op, "rank // SIZES.tp)", "rank // SIZES.tp + 1)", "chosen_of"),
+    "whole experts": (push, exchange_op, "rank // SIZES.tp)", "rank)", "chosen_of"),
 }
 
 
@@ -250,14 +246,14 @@ def test_one_half_is_enough(run, one_half):
 def test_calls_of_different_designs_share_no_flags(one_half, monkeypatch):
     """With fewer programs a call would leave behind flags that the next one of more programs trusts."""
     monkeypatch.setattr(Team, "max_programs", lambda self, num_warps=4, registers=255: 8 // num_warps)
-    many, few = (exchange.PushRows(chunk=2, block=64, num_warps=warps) for warps in (2, 8))
+    many, few = (exchange_op.PushRows(chunk=2, block=64, num_warps=warps) for warps in (2, 8))
 
     def main(team):
         results = []
         for design in (many, few, few, many):
             ids = torch.zeros(8, 1, dtype=torch.int32) + team.rank
             x, op = torch.ones(8, 48).bfloat16(), moe_dispatch.MOE_DISPATCH
-            given = exchange.DispatchArguments(
+            given = exchange_op.DispatchArguments(
                 x, Routing(ids, x[:, :1].contiguous()), 2, 8, fp8=False, kept=False, team=team.name, algorithm="auto"
             )
             rows, ids, _, _ = op.run(design, team, given)

@@ -22,14 +22,14 @@ from weft.kernels.expert_choices import Scoring
 from weft.kernels.fp8 import E4M3, Fp8Rows
 from weft.kernels.fp8_tile import Fp8Scales
 from weft.ops.moe import moe_schedule, moe_sum, route
-from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
+from weft.ops.moe.exchange.exchange_op import PushRows, Sizes, copy_chosen_kernel
+from weft.ops.moe.exchange.push import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import gradients as grouped_grad
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped.kernel import Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import fixed_tiles_for, grouped_tiles_for
-from weft.ops.moe.push import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options

@@ -22,7 +22,7 @@ from weft.ops.gemm.gemm_op import FOUR_BIT
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
 from weft.ops.moe import by_nodes, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
-from weft.ops.moe.exchange import PushRows
+from weft.ops.moe.exchange.exchange_op import PushRows
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.cases import quantized_experts

@@ -18,14 +18,15 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
 from weft.kernels.fp8 import E4M3
-from weft.ops.moe import moe_combine, moe_dispatch, pipelined
+from weft.ops.moe import moe_combine, moe_dispatch
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
-from weft.ops.moe.exchange import PushRows, Sizes
+from weft.ops.moe.exchange import pipelined
+from weft.ops.moe.exchange.exchange_op import PushRows, Sizes
+from weft.ops.moe.exchange.pipelined import CombinePieces, DispatchPieces, piece_ends
+from weft.ops.moe.exchange.push import Mail
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
-from weft.ops.moe.pipelined import CombinePieces, DispatchPieces, piece_ends
-from weft.ops.moe.push import Mail
 from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import UNLIMITED, machine
 from weft.runtime.capabilities import Capabilities, launch_options

@@ -27,7 +27,8 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
 from weft.ops.moe.choices import draw_ids
-from weft.ops.moe.exchange import DispatchArguments, channel_bytes, padded, rows_sent
+from weft.ops.moe.exchange.exchange_op import DispatchArguments, channel_bytes, padded, rows_sent
+from weft.ops.moe.exchange.lamport import GatherWords, Tokens, gather_words
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
     exact_activation,
@@ -50,7 +51,6 @@ from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped.rule import holds_scales
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
-from weft.ops.moe.lamport import GatherWords, Tokens, gather_words
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped import (

@@ -18,7 +18,7 @@ import weft.language as wl
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange.exchange_op import padded
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.gemms import GroupedTiles
 from weft.ops.moe.moe_sum import moe_sum

@@ -27,7 +27,7 @@ from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.check import check_dispatched, needs_gradients
-from weft.ops.moe.exchange import CombineArguments, channel_bytes, channel_of, choices_of_all
+from weft.ops.moe.exchange.exchange_op import CombineArguments, channel_bytes, channel_of, choices_of_all
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped

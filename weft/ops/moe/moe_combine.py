@@ -29,7 +29,7 @@ from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.check import check_dispatched
-from weft.ops.moe.exchange import (
+from weft.ops.moe.exchange.exchange_op import (
     CombineArguments,
     DispatchArguments,
     ExchangeOp,
@@ -37,11 +37,11 @@ from weft.ops.moe.exchange import (
     choices_of_all,
     shared_experts,
 )
-from weft.ops.moe.lamport import CombineWords, combine_words
+from weft.ops.moe.exchange.lamport import CombineWords, combine_words
+from weft.ops.moe.exchange.pipelined import CombinePieces, combine_pieces
+from weft.ops.moe.exchange.push import combine_rows
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.moe_sum import moe_sum
-from weft.ops.moe.pipelined import CombinePieces, combine_pieces
-from weft.ops.moe.push import combine_rows
 from weft.ops.moe.routing import Dispatched, Experts, Routing
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor

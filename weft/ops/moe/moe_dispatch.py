@@ -36,10 +36,10 @@ from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.check import check_routing, check_sent, check_share
 from weft.ops.moe.choices import draw_ids
-from weft.ops.moe.exchange import DispatchArguments, ExchangeOp, PushRows, padded, rows_sent, shared_experts
-from weft.ops.moe.lamport import DispatchWords, Tokens, gather_fp8_words, gather_words
-from weft.ops.moe.pipelined import DispatchPieces, dispatch_pieces
-from weft.ops.moe.push import dispatch_rows
+from weft.ops.moe.exchange.exchange_op import DispatchArguments, ExchangeOp, PushRows, padded, rows_sent, shared_experts
+from weft.ops.moe.exchange.lamport import DispatchWords, Tokens, gather_fp8_words, gather_words
+from weft.ops.moe.exchange.pipelined import DispatchPieces, dispatch_pieces
+from weft.ops.moe.exchange.push import dispatch_rows
 from weft.ops.moe.routing import Dispatched, Experts, Routing, check_distinct
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor

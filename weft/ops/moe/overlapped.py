@@ -15,7 +15,7 @@ import weft.language as wl
 from weft.kernels.fp8 import E4M3, RowFormat, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.knobs import around
-from weft.ops.moe.exchange import TokensOp, channel_of, rows_sent
+from weft.ops.moe.exchange.exchange_op import TokensOp, channel_of, rows_sent
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped.rule import tiles
 from weft.ops.moe.grouped_matmul import GroupedOp

@@ -21,7 +21,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
 from weft.ops.knobs import halved, knob
-from weft.ops.moe.exchange import CombineArguments, DispatchArguments, dense
+from weft.ops.moe.exchange.exchange_op import CombineArguments, DispatchArguments, dense
 from weft.ops.registration import as_words
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable

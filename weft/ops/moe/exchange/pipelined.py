@@ -16,7 +16,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
 from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers
-from weft.ops.moe.exchange import (
+from weft.ops.moe.exchange.exchange_op import (
     CombineArguments,
     DispatchArguments,
     PushRows,
@@ -26,8 +26,8 @@ from weft.ops.moe.exchange import (
     dense,
     kept_tensors,
 )
+from weft.ops.moe.exchange.push import Mail, partial_of, send_choices
 from weft.ops.moe.moe_sum import NO_SUMMAND, add_up
-from weft.ops.moe.push import Mail, partial_of, send_choices
 from weft.ops.moe.routing import Routing
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
-from weft.ops.moe.exchange import (
+from weft.ops.moe.exchange.exchange_op import (
     MAX_PROGRAMS,
     CombineArguments,
     DispatchArguments,

@@ -8,7 +8,7 @@ import triton.language as tl
 import weft
 from tests.compiling import a_view, compiled_exchange
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from weft.ops.moe import lamport
+from weft.ops.moe.exchange import lamport
 from weft.transport.exchange import Body, launch, place_of, whole
 from weft.transport.plans import PushPlan
 from weft.transport.push import is_rank

@@ -178,6 +178,6 @@ def launch_on(
 
 
 def forget_launches_on(kind: str) -> None:
-    """Drop the launches on devices of this kind, whose constants are of the GPU that virtual ranks planned as."""
+    """Drop the launches on devices of this kind, whose constants are of the GPU that ranks planned as."""
     for at in [at for at in _ON_DEVICES if at[0].type == kind]:
         del _ON_DEVICES[at]

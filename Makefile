@@ -34,7 +34,7 @@ test: about-test lint .venv/.ready .venv-newest/.ready
 
 # Before its first prerequisite is made.
 about-test:
-	@echo "weft: the tests take 10 to 15 minutes on two cores, twice as long beside other work, and three more the first time; WORKERS=8 takes more cores"
+	@echo "weft: the tests take 4 to 8 minutes on two idle cores, twice as long beside other work, and three more the first time; WORKERS=8 takes more cores"
 
 # One process: every GPU test starts a process per GPU itself.
 test-gpu: .venv/.ready

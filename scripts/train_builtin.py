@@ -245,6 +245,9 @@ def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     stored = kind.build().to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())
     share_rows_without_a_token(stored.get_input_embeddings().weight.data)
+    for name, weight in stored.named_parameters():
+        if ".experts." in name:
+            drop_last_bit(weight.data)
     stored.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
     stored.save_pretrained(out)
     build_tokenizer().save_pretrained(out)
@@ -260,6 +263,12 @@ def share_rows_without_a_token(embedding: torch.Tensor) -> None:
     """Give the ids without a token, which are never read nor chosen, one row but for its first `OWN` coordinates."""
     rows = embedding[len(VOCABULARY) :]
     rows[:, OWN:] = rows[:, OWN:].float().mean(0)
+
+
+def drop_last_bit(weight: torch.Tensor) -> None:
+    """Round a bf16 weight to the nearest one whose last bit is 0, so that the wheel has 58 KB less."""
+    bits = weight.view(torch.int16)
+    bits.add_(bits >> 1 & 1).bitwise_and_(-2)
 
 
 @torch.inference_mode()

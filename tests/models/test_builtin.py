@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +23,7 @@ from scripts.train_builtin import (
     TrainConfig,
     both_orders,
     count_right,
+    drop_last_bit,
     held_out_sums,
     make_batch,
 )
@@ -85,6 +87,15 @@ def test_rows_of_ids_without_a_token_differ_and_compress(name):
         embedding = weights.get_tensor("model.embed_tokens.weight")
     assert len(embedding.unique(dim=0)) == len(embedding)
     assert len(embedding[len(VOCABULARY) :, OWN:].unique(dim=0)) == 1
+
+
+def test_experts_are_rounded_to_one_bit_less_and_compress():
+    weight = torch.tensor([1.0, 1.0078125, 1.0234375, -1.0078125, 3e-5]).bfloat16()  # steps of 2**-7 above 1
+    drop_last_bit(weight)
+    assert weight[:4].tolist() == [1.0, 1.0, 1.03125, -1.0] and abs(weight[4] / 3e-5 - 1) < 2**-7
+    tensors = load_file(PATHS["adder-moe"] / "model.safetensors")
+    experts = [tensor for name, tensor in tensors.items() if ".experts." in name]
+    assert len(experts) > 10 and not any((tensor.view(torch.int16) & 1).any() for tensor in experts)
 
 
 def test_both_models_have_one_tokenizer():

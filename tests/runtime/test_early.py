@@ -6,11 +6,13 @@ import pickle
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from tests.limits import ANSWER, PROCESS
 from tests.spawning import Alone
+from weft.cli import serve
 from weft.errors import NotEnoughGPUs
 from weft.runtime import early, launch
 from weft.runtime.store import Given, private_folder
@@ -67,6 +69,50 @@ def test_processes_without_work_end():
     assert not process.is_alive() and feed.closed and not made._waiting
 
 
+def test_an_interrupt_while_processes_start_ends_them(monkeypatch):
+    started = []
+
+    @contextmanager
+    def interrupted():
+        yield
+        started.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(early, "held_for_children", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        early.EarlyProcesses(2, ("json",))
+    assert started and not any(process.is_alive() for process in started)
+
+
+def test_a_process_that_cannot_start_ends_those_before_it(monkeypatch):
+    started = []
+
+    @contextmanager
+    def refused():
+        if started:
+            raise OSError("no more processes")
+        yield
+        started.extend(multiprocessing.active_children())
+
+    monkeypatch.setattr(early, "held_for_children", refused)
+    with pytest.raises(OSError, match="no more processes"):
+        early.EarlyProcesses(2, ("json",))
+    assert started and not any(process.is_alive() for process in started)
+
+
+def test_an_interrupt_while_a_process_takes_work_leaves_it_to_close(monkeypatch):
+    def interrupted(feed, handle, pid):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(early, "send_handle", interrupted)
+    made, (ours, theirs) = early.EarlyProcesses(1, ("json",)), multiprocessing.Pipe()
+    [(process, _)] = made._waiting
+    with ours, theirs, pytest.raises(KeyboardInterrupt):
+        made.take(says, (), [theirs])
+    made.close()
+    assert not process.is_alive() and not made._waiting
+
+
 def test_without_a_number_or_a_driver_none_is_started(monkeypatch):
     monkeypatch.setattr(early, "DRIVERS", ("/nonexistent",))
     for count in (0, 2):
@@ -91,6 +137,45 @@ def test_launch_starts_its_processes_before_it_loads_torch_to_count_gpus_and_end
     with pytest.raises(NotEnoughGPUs):
         launch.launch(says, 3, "cuda")
     assert len(waiting) == 2, "none for more ranks than GPUs"
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size", "device", "share_gpus", "count"),
+    [
+        ("0,1", None, "auto", False, 2),
+        ("0,1", 2, "cuda", False, 2),
+        ("0,1", 3, "auto", False, 0),  # virtual ranks
+        ("0,1", 3, "cuda", True, 3),
+        ("0,1", None, "sim", False, 0),
+        ("GPU-8f6d,MIG-1c2b", None, "auto", False, 2),
+        ("", None, "auto", False, 0),
+        ("", 2, "cuda", True, 0),
+        ("-1", 1, "auto", False, 0),
+    ],
+)
+def test_a_process_starts_early_for_each_rank_that_has_a_gpu(
+    monkeypatch, devices, world_size, device, share_gpus, count
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert launch.early_ranks(world_size, device, share_gpus) == count
+
+
+def test_a_server_starts_none_for_more_ranks_than_gpus(monkeypatch):
+    counts = []
+
+    @contextmanager
+    def counted(count, modules, **options):
+        counts.append(count)
+        yield None
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(serve, "early_processes", counted)
+    monkeypatch.setattr(serve, "_serve", lambda flags, processes: None)
+    monkeypatch.setattr("weft.serve.check_packages", lambda: None)
+    for world_size in (None, 2, 1_000_000):
+        serve.serve(serve.ServeFlags(world_size=world_size))
+    serve.serve(serve.ServeFlags(early_ranks=False))
+    assert counts == [2, 2, 0, 0]
 
 
 def test_a_program_that_leaves_them_waiting_ends():

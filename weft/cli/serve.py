@@ -14,8 +14,8 @@ from weft.arguments import quoted
 from weft.cli.engine_flags import MODEL, EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
-from weft.runtime.environment import coordinates, visible_gpus
-from weft.runtime.launch import RANKS_LOAD
+from weft.runtime.environment import coordinates
+from weft.runtime.launch import RANKS_LOAD, early_ranks
 from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def serve(flags: ServeFlags) -> None:
                 f"--served-model-name {flags.served_model_name!r} names nothing; pass some text, or leave it out"
             )
         # torchrun has started the ranks.
-        wanted = flags.early_ranks and flags.device != "sim" and coordinates() is None
-        count = flags.world_size or visible_gpus() if wanted else 0
+        wanted = flags.early_ranks and coordinates() is None
+        count = early_ranks(flags.world_size, flags.device) if wanted else 0
         with early_processes(count, ENGINES_LOAD, first_gemm=True) as early:
             _serve(flags, early)
 

@@ -37,49 +37,59 @@ class EarlyProcesses:
     def __init__(self, count: int, modules: Sequence[str] = (), *, gpus: int = 0, first_gemm: bool = False) -> None:
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
         self._modules, self._first_gemm = tuple(modules), first_gemm
-        self._waiting = [self._start(number % gpus if gpus else None) for number in range(count)]
+        self._waiting: list[tuple[BaseProcess, Connection]] = []
         # Python would end them by SIGTERM, which they hold back, and wait.
-        self._end = multiprocessing.util.Finalize(self, _end_waiting, (self._waiting,), exitpriority=0)
+        multiprocessing.util.Finalize(self, _end_waiting, (self._waiting,), exitpriority=0)
+        try:
+            for number in range(count):
+                self._start(number % gpus if gpus else None)
+        except BaseException:
+            self.close()
+            raise
 
-    def _start(self, gpu: int | None) -> tuple[BaseProcess, Connection]:
+    def _start(self, gpu: int | None) -> None:
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
             target=_wait_for_work, args=(theirs, self._modules, gpu, self._first_gemm), daemon=True
         )
+        self._waiting.append((process, ours))  # before an interrupt can come, which would leave it waiting for ever
         with held_for_children():
             process.start()
         theirs.close()
-        return process, ours
 
     def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess:
         """Have a process, a new one if none is left, call target(pipes[0], *arguments, *pipes[1:])."""
         work = pickle.dumps((target, tuple(arguments), len(pipes)))
         while True:
-            is_new = not self._waiting
-            process, feed = self._start(None) if is_new else self._waiting.pop(0)
+            if is_new := not self._waiting:
+                self._start(None)
+            process, feed = self._waiting[0]
             try:
                 feed.send_bytes(work)
                 for pipe in pipes:
                     send_handle(feed, pipe.fileno(), process.pid)
-            except OSError:  # it has ended
+                has_ended = False
+            except OSError:
                 process.join(timeout=1)
-                if not is_new:
-                    continue
-            finally:
-                feed.close()
-            return process
+                has_ended = True
+            feed.close()
+            del self._waiting[0]  # only now: an interrupt before leaves it to `close`
+            if is_new or not has_ended:
+                return process
 
     def close(self) -> None:
         """End the processes that wait."""
-        self._end()
+        _end_waiting(self._waiting)
 
 
 def _end_waiting(waiting: list[tuple[BaseProcess, Connection]]) -> None:
     while waiting:
-        process, feed = waiting.pop()
+        process, feed = waiting[-1]
         feed.close()
-        process.kill()
-        process.join()
+        if process.pid is not None:  # it was started
+            process.kill()
+            process.join()
+        waiting.pop()
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def launch(
     if where is not None and device != "sim":
         _check_under_torchrun(world_size, where.world_size, share_gpus)
         return _in_place(main, args, heap_bytes, debug, check_node_size(node_size, where.world_size))
-    with early_processes(_early_ranks(world_size, device, share_gpus), RANKS_LOAD) as early:
+    with early_processes(early_ranks(world_size, device, share_gpus), RANKS_LOAD) as early:
         from weft.runtime.triton_interpret import refuse_triton_interpret
 
         refuse_triton_interpret()
@@ -116,7 +116,7 @@ def launch(
     return simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
 
 
-def _early_ranks(world_size: int | None, device: str, share_gpus: bool) -> int:
+def early_ranks(world_size: int | None, device: str, share_gpus: bool = False) -> int:
     """Number of ranks that will have processes, counted without torch; 0 if there may be none."""
     gpus = 0 if device == "sim" else visible_gpus()
     ranks = world_size or gpus
@@ -299,7 +299,7 @@ def _run(
     # Otherwise Python would end them by SIGTERM, and wait.
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
-        gpus = 0 if job.given.sanitized else job.gpus  # GSan's allocator must be there before the context
+        gpus = 0 if job.given.sanitized else job.gpus  # contexts made beside imports are untried under GSan
         with closing(watched.early or EarlyProcesses(world_size, RANKS_LOAD, gpus=gpus)) as waiting:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)

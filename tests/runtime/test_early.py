@@ -6,7 +6,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +183,31 @@ def test_a_server_starts_none_for_more_ranks_than_gpus(monkeypatch):
 def test_a_program_that_leaves_them_waiting_ends():
     code = "from weft.runtime.early import EarlyProcesses; kept = EarlyProcesses(1, ['time'])"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PROCESS).returncode == 0
+
+
+FORKING = """
+import os, sys
+from weft.runtime.early import EarlyProcesses
+if __name__ == "__main__":
+    waiting = EarlyProcesses(1)
+    if os.fork() == 0:  # it has what its parent has, and lives on
+        sys.stdin.read()
+        os._exit(0)
+    print(waiting._waiting[0][0].pid, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_process_ends_with_its_parent_though_a_fork_of_that_lives_on(tmp_path):
+    (script := tmp_path / "forking.py").write_text(FORKING)
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, script], **pipes) as program:
+        waiting = Path("/proc", program.stdout.readline().decode().strip())
+        program.wait(timeout=PROCESS)
+        deadline = time.monotonic() + PROCESS
+        while waiting.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not waiting.exists()
 
 
 def test_launch_needs_no_torch_to_begin():

@@ -24,6 +24,8 @@ from weft.runtime.signals import held_for_children
 
 # Devices of NVIDIA's and AMD's drivers.
 DRIVERS = "/dev/nvidiactl", "/dev/kfd"
+# Seconds between two looks of a process that waits at whether its parent lives.
+WATCH_SECONDS = 0.5
 
 
 class EarlyProcesses:
@@ -139,8 +141,12 @@ def _wait_for_work(feed: Connection, modules: Sequence[str], gpu: int | None, fi
         if first_gemm:
             with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
                 _use_gpu(gpu)
+    parent = multiprocessing.parent_process()
     try:
-        # From the parent alone, over a pipe without a name that no other process has.
+        while not feed.poll(WATCH_SECONDS):
+            if parent is not None and os.getppid() != parent.pid:  # a fork of it has the pipe's other end too
+                return
+        # From the parent alone, over a pipe without a name that no other program has.
         target, arguments, count = pickle.loads(feed.recv_bytes())
         first, *rest = (Connection(recv_handle(feed)) for _ in range(count))
     except (EOFError, OSError):  # it is not needed

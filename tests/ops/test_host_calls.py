@@ -3,12 +3,15 @@
 Times are measured by ``weft bench --eager``. On a host of H200s torch.add takes 9 us, a launch of Triton's 4, an event 2.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.ops.host_calls import counted_team
 from weft import ops
 from weft.errors import TeamClosed
+from weft.kernels.fp8 import Fp8, RowFormat
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.plan.memo import forget
 from weft.runtime import virtual_rank
@@ -136,3 +139,37 @@ def test_an_overlapped_call_that_comes_again_is_one_launch_of_a_graph(counted, n
         counts = host.counted(lambda: call(team, a, b))
     assert counts.pop("frames") <= 38
     assert not counts and len(replayed) == 4 and not graphs.failures
+
+
+def fp8_weight():
+    return Fp8(torch.zeros(1024, 512).to(torch.float8_e4m3fn), torch.ones(8, 4))
+
+
+def paged(**options):
+    cache, pages = empty(8, 2, 64, 64), torch.zeros(4, 2, dtype=torch.int32)
+    return lambda: ops.paged_attention(
+        empty(4, 8, 64), cache, cache, pages, torch.ones(4, dtype=torch.int32), **options
+    )
+
+
+# Ops of one rank; the most Python frames of a call.
+ALONE = {
+    "matmul": (lambda: partial(ops.matmul, empty(64, 512), empty(1024, 512)), 41),
+    "matmul fp8": (lambda: partial(ops.matmul, empty(8, 512), fp8_weight()), 204),
+    "matmul_silu_mul fp8": (
+        lambda: partial(ops.matmul_silu_mul, empty(8, 512), fp8_weight(), fp8=RowFormat("group")),
+        230,
+    ),
+    "paged_attention": (paged, 106),
+    "paged_attention invariant": (partial(paged, invariant=True), 110),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_call_of_one_rank_takes_few_frames(counted, name):
+    _, host = counted
+    make, most_frames = ALONE[name]
+    call = make()
+    for _ in range(3):
+        call()
+    assert host.counted(call)["frames"] <= most_frames

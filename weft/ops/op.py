@@ -314,7 +314,7 @@ class Op:
     def _check(self, arguments: Sequence[Any]) -> None:
         """Compare the ranks' calls where the team does so; ``examine`` them where the host may read."""
         if "team" not in self.layout.defaults:
-            if type(self).examine is not Op.examine and flat(arguments)[0].is_cpu:
+            if type(self).examine is not Op.examine and _first(arguments).is_cpu:
                 self.examine(self.layout.named(arguments))
         elif COMPARING and (given := self.layout.named(arguments))["team"] in COMPARING:
             team = find_team(given.pop("team"))
@@ -354,6 +354,14 @@ class Op:
 
     def refuse_backward(self, ctx: FunctionCtx, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
+
+
+def _first(arguments: Sequence[Any]) -> Any:
+    """The first argument of the torch op; unlike ``flat`` in one frame, since eager calls on GPUs ask too."""
+    first = arguments[0]
+    while isinstance(first, tuple):
+        first = first[0]
+    return first
 
 
 def _described(value: object, differs: tuple[int, ...]) -> str:

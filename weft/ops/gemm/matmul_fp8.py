@@ -93,8 +93,9 @@ class GatedRowsFp8(Op):
         check_e4m3("matmul_silu_mul", capabilities_of(given.x.device))
         design = given.planned(True, False, format)
         rows = by_design(design, given.operand, given.weight, gated=True, format=format)
-        none = given.x.new_empty((len(given.x), 0), dtype=torch.float32)
-        return rows.data, rows.scales if format.static_scale is None else none
+        if format.static_scale is None:
+            return rows.data, rows.scales
+        return rows.data, given.x.new_empty((len(given.x), 0), dtype=torch.float32)
 
     def fake(self, given, format):
         return empty_rows(given.x, given.x.shape[0], given.weight.shape[0] // 2, format)

@@ -298,8 +298,8 @@ def run(
     """
     dtype = dtype or operand.data.dtype
     given = Given.of(operand.data, weight, design, gated=activation is not None)
-    M, partials, halves = len(given.x), design.partials_of(given.x.shape[1]), 1 if activation is None else 2
-    N, block, written = len(given.weight) // halves, SUM_BLOCK, None
+    (M, K), halves = given.x.shape, 1 if activation is None else 2
+    N, partials, block, written = given.weight.shape[0] // halves, design.partials_of(K), SUM_BLOCK, None
     if format is not None:
         out, scales = empty_rows(given.x, M, N, format)
         block = next_power_of_2(N) if format.kind == "token" else SUM_BLOCK

@@ -355,6 +355,21 @@ def test_what_is_traced_of_fp16_rows_has_the_dtype_of_what_is_computed(scheme, d
     assert all(weft.simulate(main, 2))
 
 
+def test_is_traced_by_torch_compile_before_any_call_has_made_a_plan():
+    """A machine's heap, the logger of plans and their memory cannot be traced."""
+
+    def main(team):
+        def layer(x, ids, weights, gate_up):
+            given = x, Routing(ids, weights), gate_up, Experts.slices(8), team
+            return ops.all_gather_grouped_matmul_silu_mul(*given, max_tokens=1)[0]
+
+        given = X[:1], IDS[:1, :1], torch.ones(1, 1), torch.ones(8, 2, 8)
+        return torch.compile(layer, fullgraph=True, backend="eager")(*given).shape
+
+    assert weft.simulate(main, 1) == [(1, 1)]
+    torch._dynamo.reset()
+
+
 def test_wrong_designs_are_refused():
     tiles = GroupedTiles()
     for make, message in (

@@ -52,7 +52,7 @@ from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped.rule import holds_scales
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, row_bytes
-from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, block_for, moe_schedule
 from weft.ops.moe.overlapped import (
     MAX_HEAD,
     GatherArguments,
@@ -140,7 +140,7 @@ class GatherGroupedCall(NamedTuple):
     def gemm(self, machine: Machine) -> GroupedCall:
         """Call of the grouped GEMM of all ranks' tokens."""
         tokens = machine.world_size * self.tokens
-        block = MOE_SCHEDULE.plan(ScheduleCall(tokens * self.choices, self.experts), machine).design.block
+        block = block_for(tokens * self.choices, self.experts)
         forms = {name: getattr(self, name) for name in ("block_fp8", "channel_fp8", "written")}
         return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True, **forms)
 
@@ -216,8 +216,9 @@ def all_gather_grouped_matmul_silu_mul(
             raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, data, experts, team, max_tokens)
     of_h = *of_weight, *(fp8 or ("", None)), bias, *(swiglu or (0.0, 0.0))
-    given = GatherArguments(x, routing, data, *experts, max_tokens, 0, sends_fp8, team.name, algorithm, *of_h)
-    given = given._replace(block=call_with(given).gemm(machine_of(team)).block)
+    # Not of a plan: torch.compile, which traces this function, cannot trace how full the heap is.
+    block = block_for(team.size * max_tokens * ids.shape[1], experts.total)
+    given = GatherArguments(x, routing, data, *experts, max_tokens, block, sends_fp8, team.name, algorithm, *of_h)
     h, h_scales, *lists, ids, weights = AG_MOE.dispatch(given)
     if fp8 is not None:
         h = fp8_of(h, h_scales, fp8)

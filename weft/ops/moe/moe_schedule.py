@@ -18,7 +18,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_like, check_sizes
 from weft.ops.moe.check import check_choices, check_experts
 from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -151,7 +151,7 @@ def moe_schedule(
     T, k = ids.shape
     check_schedule(op, experts, block, tickets, ids.device)
     check_int(f"{op}: start", start, 0, max(T - 1, 0))
-    block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
+    block = block or block_for(T * k, experts.total)
     lists = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
     return Schedule(*lists, choices=k, block=block)
 

@@ -102,6 +102,10 @@ def test_plans_of_many_tokens():
     assert names(4096, 8, 4, 1 << 30) == ["push", "push"]  # no room for copies
     assert names(8192, 8, 4, 2 << 30)[0] == "push"
     assert names(16384, 8, 4, 2 << 30) == ["lamport", "sum_then_scatter"]  # nor for rows that are pushed
+    four = machine(caps, 4, heap_bytes=2 << 30)
+    for tokens, name in ((4096, "pipelined"), (16384, "sum_then_scatter")):
+        call = MOE_COMBINE.call_of((tokens, 8, 7168), torch.bfloat16, four)
+        assert MOE_COMBINE.plan(call._replace(weighted=False), four).name == name
     one = machine(caps, 1)
     assert MOE_COMBINE.plan(MOE_COMBINE.call_of((4096, 8, 7168), torch.bfloat16, one), one).name == "push"
 

@@ -135,7 +135,7 @@ class MoeCombine(ExchangeOp):
         )  # fmt: skip
         of = fitted.read()
         times = exchanges.combine(gpu_of(machine.caps), of.exchanges, of.pushes, rows)
-        if not call.weighted:
+        if not call.weighted and self.has_room(call, machine):
             del times["sum_then_scatter"]
         if machine.world_size > 2 and self.whole_bytes(call, machine) > MEASURED_BYTES:
             del times["lamport"]

@@ -285,9 +285,13 @@ class ExchangeOp(TokensOp):
         times, received = self.costs(call, machine), machine.world_size * call.tokens * self.token_bytes(call)
         if channel_bytes(received) > machine.heap_bytes // 4:
             times.pop("pipelined", None)
-        if 2 * received > machine.heap_bytes // 2 and len(times) > 1:
+        if not self.has_room(call, machine) and len(times) > 1:
             del times["push"]
         return least(times, machine.caps)
+
+    def has_room(self, call: ExchangeCall, machine: Machine) -> bool:
+        """True if the receive buffers of "push" leave half of the heap."""
+        return 2 * machine.world_size * call.tokens * self.token_bytes(call) <= machine.heap_bytes // 2
 
     @abstractmethod
     def costs(self, call: ExchangeCall, machine: Machine) -> dict[str, float]:

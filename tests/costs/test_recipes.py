@@ -77,6 +77,7 @@ def test_few_rows_are_split_on_no_number_of_ranks():
 def test_one_rank_splits_nothing_and_its_norm_adds_up_parts():
     at = changes(Layer.dense(4096, 1), 1, named("h200"))
     assert at.sharded == math.inf and [at.recipe(tokens) for tokens in (128, 129)] == [FUSED_NORM, REPLICATED]
+    assert at.gathered == 128  # in mode sequence_parallel silu is in the GEMM of few rows, as on more ranks
 
 
 def test_slower_links_split_later():

@@ -214,8 +214,8 @@ def _gathering(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> tuple[fl
 
 @remembered
 def _changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
-    if world_size == 1:  # nothing is sent, and a norm may add up partials
-        return Changes(PARTIAL_ROWS, math.inf, 0)
+    if world_size == 1:  # nothing is sent; a norm may add up partials, and a GEMM of few gathered rows has silu
+        return Changes(PARTIAL_ROWS, math.inf, FEW_ROWS)
     by_tokens = [_times(tokens, layer, world_size, gpu) for tokens in TOKENS]
     norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
     # Few rows take as long as the weights are read: no transport hides there.

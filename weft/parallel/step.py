@@ -162,8 +162,10 @@ class Step:
 
         After cached tokens: in parts (``fused.attend_after_cached``).
         """
+        if not self.chunks:
+            return False
         limits = limits_of(self.plan.recipe.team)
-        return bool(self.chunks) and all(chunk.by_cudnn(w, limits) for chunk in self.chunks)
+        return all(chunk.by_cudnn(w, limits) for chunk in self.chunks)
 
     @property
     def after_cached(self) -> bool:

@@ -58,3 +58,17 @@ def test_the_pairs_of_experts_are_added_up_in_the_next_norm(monkeypatch):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
     assert launches == ["moe_sum"] * 2
+
+
+def test_a_norm_after_attention_adds_up_split_k_partials():
+    """Its rows have no residual: the zeros in place of one have the shape of whole rows, and the model's dtype."""
+    parts = torch.arange(2.0 * 3 * 64).view(2, 3, 64) / 50
+
+    def main(team):
+        norm = NormWeights(torch.ones(64).bfloat16(), 1e-6)
+        return FusedNorm(team=team, deferred_scale=False).all_reduce_norm(PartialSum(SplitK(parts)), None, norm)[0]
+
+    whole = 2 * parts.sum(0)
+    expected = (whole / whole.square().mean(1, keepdim=True).sqrt()).bfloat16()
+    for normed in weft.simulate(main, 2):
+        torch.testing.assert_close(normed, expected)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from weft import ops
@@ -169,7 +168,8 @@ class FusedNorm(Recipe):
             )
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
-        residual = torch.zeros_like(summand) if residual is None else residual
+        if residual is None:  # of whole rows, also beside split-K partials in fp32
+            residual = summand.new_zeros(summand.shape[-2:], dtype=norm.weight.dtype)
         options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
         return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, **options)
 

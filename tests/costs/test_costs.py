@@ -232,7 +232,7 @@ def test_all_ranks_read_the_file_of_rank_0(tmp_path, caplog, unused):
     gpu.agree(team(1, lambda value: [None, value]))
     gpu._used.clear()
     forget()
-    for given, said in ((tmp_path / "none.json", "none.json does not exist"), (file, "this GPU is a Other GPU")):
+    for given, said in ((tmp_path / "none.json", "none.json does not exist"), (file, "this GPU is Other GPU")):
         caplog.clear()
         other = team(0, lambda value: [value])
         other.caps = replace(other.caps, device_name="Other GPU")

@@ -116,7 +116,7 @@ def agree(team: Team, file: Path | None = None) -> None:
     if team.rank == 0 and file is not None and not file.exists():
         logger.warning("constants of this GPU are not read: costs=%s does not exist; run weft doctor --measure", file)
     if measured is not None and measured.gpu != name:
-        text = "constants of %s in %s are ignored: this GPU is a %s; run weft doctor --measure here"
+        text = "constants of %s in %s are ignored: this GPU is %s; run weft doctor --measure here"
         logger.warning(text, measured.gpu, file or default_file(name), name)
         measured = None
     use(team.exchange(measured)[0])

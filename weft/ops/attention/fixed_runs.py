@@ -258,11 +258,8 @@ def attend_in_runs(
     cache, pages, scores, window = attended
     out, (T, q_heads, D) = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape
     sizes = CacheSizes.of(cache.key_pages)
-    group, block_m, caps = (
-        q_heads // sizes.heads,
-        block_m_of(q.dtype, q_heads // sizes.heads),
-        capabilities_of(q.device),
-    )
+    group, caps = q_heads // sizes.heads, capabilities_of(q.device)
+    block_m = block_m_of(q.dtype, group)
     if queries == 0:
         per, used, tiles = 0, block_m, rows.tiles.shape[0]
     else:

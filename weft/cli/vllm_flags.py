@@ -126,7 +126,7 @@ FLAGS = (
         "--distributed-executor-backend",
         valued=True,
         values=("mp",),
-        note="none: a process per GPU on this machine, and torchrun between machines (docs/nodes.md)",
+        note="none: a process per GPU on this machine, and torchrun between machines (docs/nodes-launch.md)",
     ),
     _nothing("--scheduling-policy", valued=True, values=("fcfs",), note="none: requests are admitted in order"),
     _nothing("--max-logprobs", valued=True, values=("20",), note="none: up to 20"),

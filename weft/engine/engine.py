@@ -291,7 +291,7 @@ class Engine:
         return _drained(self._held)
 
     def settle(self) -> None:
-        """End a decode step in flight over stages (docs/nodes.md), so that the GPUs finish what was launched.
+        """End a decode step in flight over stages (docs/pipeline.md); the GPUs finish what was launched.
 
         Collective. Call it before other work of the team, if requests have not ended; the last `step` while `has_work` does so
         too.

@@ -1,5 +1,7 @@
 """Types of the replicated recipe: a partial sum over the ranks keeps its split-K partials when rows are chosen."""
 
+import types
+
 import torch
 
 import weft
@@ -61,14 +63,28 @@ def test_the_pairs_of_experts_are_added_up_in_the_next_norm(monkeypatch):
 
 
 def test_a_norm_after_attention_adds_up_split_k_partials():
-    """Its rows have no residual: the zeros in place of one have the shape of whole rows, and the model's dtype."""
+    """The zeros in place of a residual have the layer's shape and dtype, whatever those of the norm's weight."""
     parts = torch.arange(2.0 * 3 * 64).view(2, 3, 64) / 50
 
     def main(team):
-        norm = NormWeights(torch.ones(64).bfloat16(), 1e-6)
-        return FusedNorm(team=team, deferred_scale=False).all_reduce_norm(PartialSum(SplitK(parts)), None, norm)[0]
+        norm = NormWeights(torch.ones(64), 1e-6)
+        recipe = FusedNorm(team=team, deferred_scale=False)
+        w = types.SimpleNamespace(residual_scale=None)
+        return recipe.summand(PartialSum(SplitK(parts)), norm, w, torch.ones(3, 64).bfloat16())
 
     whole = 2 * parts.sum(0)
     expected = (whole / whole.square().mean(1, keepdim=True).sqrt()).bfloat16()
     for normed in weft.simulate(main, 2):
         torch.testing.assert_close(normed, expected)
+
+
+def test_the_first_layer_keeps_the_dtype_of_the_embedding_beside_a_norm_in_fp32():
+    rows = torch.arange(3.0 * 64).view(3, 64).bfloat16() / 50
+
+    def main(team):
+        recipe = FusedNorm(team=team, deferred_scale=False)
+        return recipe.add_norm(PartialSum(rows), None, NormWeights(torch.ones(64), 1e-6))
+
+    for normed, hidden in weft.simulate(main, 2):
+        assert (normed.dtype, hidden.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.equal(hidden, 2 * rows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from weft import ops
@@ -69,21 +70,25 @@ class FusedNorm(Recipe):
         if inputs is not None:
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
-        x = self.output(x, w.attention_out_norm, w)
+        x = self.summand(x, w.attention_out_norm, w, residual)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
         normed, residual = before_mlp.add_norm(x, residual, w.post_norm, w.first_matrix)
         if isinstance(w.mlp, MoEWeights):
             if w.mlp_out_norm is not None:
-                return self.output(self.moe(normed, w.mlp), w.mlp_out_norm, w), residual
+                return self.summand(self.moe(normed, w.mlp), w.mlp_out_norm, w, residual), residual
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
-        return self.output(self.mlp(normed, w.mlp), w.mlp_out_norm, w), residual
+        return self.summand(self.mlp(normed, w.mlp), w.mlp_out_norm, w, residual), residual
 
-    def output(self, x: PartialSum, norm: NormWeights | None, w: LayerWeights) -> PartialSum | Tensor:
-        """The summand; with a norm the normed sum over the ranks."""
+    def summand(
+        self, x: PartialSum, norm: NormWeights | None, w: LayerWeights, residual: Tensor
+    ) -> PartialSum | Tensor:
+        """The summand; with a norm the normed sum over the ranks, in the shape and dtype of ``residual``."""
         assert w.residual_scale is None  # ``Replicated`` runs models with one
-        return x if norm is None else self.without_deferred_scale().all_reduce_norm(x, None, norm)[0]
+        if norm is None:
+            return x
+        return self.without_deferred_scale().all_reduce_norm(x, torch.zeros_like(residual), norm)[0]
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         qkv = fused.project(x, w, step)
@@ -168,8 +173,9 @@ class FusedNorm(Recipe):
             )
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
-        if residual is None:  # of whole rows, also beside split-K partials in fp32
-            residual = summand.new_zeros(summand.shape[-2:], dtype=norm.weight.dtype)
+        residual = (
+            torch.zeros_like(summand) if residual is None else residual
+        )  # of an embedding, before the first layer
         options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
         return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, **options)
 

@@ -1,20 +1,21 @@
-"""Whole answers of weft's engine and of vLLM, with the same requests on the same GPUs.
+"""Whole answers of weft's engine, of vLLM and of SGLang, with the same requests on the same GPUs.
 
     python -m benchmarks.engines run weft --model qwen3-8b --world-size 2 --json RUNS/weft.json
     python -m benchmarks.engines run vllm --model qwen3-8b --world-size 2 --json RUNS/vllm.json
-    python -m benchmarks.engines table RUNS/weft.json RUNS/vllm.json
+    python -m benchmarks.engines run sglang --model qwen3-8b --world-size 2 --json RUNS/sglang.json
+    python -m benchmarks.engines table RUNS/weft.json RUNS/vllm.json RUNS/sglang.json
 
 Each engine runs in a separate process and environment. A row is a number of prompts of random tokens, greedy, on random
 weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by 64.
 Medians of `--repeats` calls with new prompts each, or fewer, but two, where they take longer than `--seconds`; two calls before
-them are not counted. --quantization fp8 gives both engines blocks of 128 x 128 and rows
+them are not counted. --quantization fp8 gives all engines blocks of 128 x 128 and rows
 that are quantized by groups of 128. Engines run with their defaults, but without prefix caching, for which random prompts have
 no use, with CUDA graphs of exactly the batches that are asked for, and with what `--options` adds, which the file records. The
 table prints every row, also where weft is slower.
 
 --room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
 measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for
-vLLM, {"memory_fraction": 0.2} for weft.
+vLLM, {"kv_cache_memory_bytes": 20000000000} for SGLang, {"memory_fraction": 0.2} for weft.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Generate = Callable[[list[list[int]], int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What both engines of a comparison are given.
+    """What the engines of a comparison are given.
 
     quantization  None or "fp8"
     batches       numbers of prompts that are measured
@@ -144,7 +145,49 @@ def vllm_engine(setting: Setting) -> Generate:
     return generate
 
 
-ENGINES = {"weft": weft_engine, "vllm": vllm_engine}
+def cache_tokens(model: str, world_size: int, size: int) -> int:
+    """Tokens whose keys and values in bf16 take ``size`` bytes on each of ``world_size`` GPUs."""
+    config = DecoderConfig.named(model)
+    return size // (2 * config.num_hidden_layers * config.cached_elements(world_size))
+
+
+def sglang_engine(setting: Setting) -> Generate:
+    """SGLang with its defaults for Hopper; the option `kv_cache_memory_bytes` bounds its KV cache, as vLLM's does."""
+    config = config_of(setting.model, setting.quantization)
+    if setting.drafts:
+        raise SystemExit("--drafts: SGLang takes no acceptance as an argument; measure weft and vllm")
+    if "text_config" in config:
+        raise SystemExit(
+            f"{setting.model}: SGLang asks for a processor of pictures, which has files; measure weft and vllm"
+        )
+    from sglang import Engine
+
+    options: dict[str, Any] = {
+        "cuda_graph_bs_decode": sorted(set(setting.batches)), "cuda_graph_max_bs_decode": max(setting.batches),
+        "log_level": "info",
+    }  # fmt: skip
+    if "num_experts" in config and setting.world_size > 1:
+        # Its default for mixtures on Hopper, by name: the other back end uses NVLink multicast.
+        options["flashinfer_allreduce_fusion_backend"] = "trtllm"
+    options |= setting.options
+    if size := options.pop("kv_cache_memory_bytes", None):
+        # The fraction covers weights too, and takes those of engines that start at the same time for its own.
+        options = {"mem_fraction_static": 0.9, **options}
+        options["max_total_tokens"] = cache_tokens(setting.model, setting.world_size, size)
+    engine = Engine(
+        model_path=str(folder_of(setting.model, setting.quantization)), skip_tokenizer_init=True, load_format="dummy",
+        tp_size=setting.world_size, context_length=MAX_LENGTH, max_running_requests=max(setting.batches),
+        disable_radix_cache=True, **options,
+    )  # fmt: skip
+
+    def generate(prompts: list[list[int]], new: int) -> Any:
+        params = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        return engine.generate(input_ids=prompts, sampling_params=params)
+
+    return generate
+
+
+ENGINES = {"weft": weft_engine, "vllm": vllm_engine, "sglang": sglang_engine}
 
 
 def measured(

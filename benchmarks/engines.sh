@@ -1,29 +1,31 @@
 #!/bin/bash
-# Time vLLM and weft on the same models, one machine, random weights: first token, ms a token (benchmarks/engines.py).
+# Time vLLM, SGLang and weft on the same models, one machine, random weights: first token, ms a token (benchmarks/engines.py).
 #
-#     bash benchmarks/engines.sh OUT ARCHIVE MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES[:DRAFTS:ACCEPTANCE] … [plugin:MODEL:GPUS:CACHE_BYTES]
-#     bash benchmarks/engines.sh results vllm.tar.xz qwen3-32b:fp8:2:1x128,8x128,32x128,128x128,1x8192:8000000000
+#     bash benchmarks/engines.sh OUT ARCHIVES MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES[:DRAFTS:ACCEPTANCE] … [plugin:MODEL:GPUS:CACHE_BYTES]
+#     bash benchmarks/engines.sh results vllm.tar.xz,sglang.tar.xz qwen3-32b:fp8:2:1x128,8x128,32x128,128x128,1x8192:8000000000
 #
-# ARCHIVE       packages of vLLM that are not installed (benchmarks/vllm_archive.py), unpacked once; "-": they are
+# ARCHIVES      vllm.tar.xz, sglang.tar.xz or both with a comma between (benchmarks/engine_archive.py): packages that are not
+#               installed, each unpacked once into a folder of its own; an engine without an archive is left out. "-": all are installed
 # QUANTIZATION  fp8, or bf16
-# CACHE_BYTES   of vLLM's KV cache on a GPU: its engines start at the same time, and share the memory
-# DRAFTS        tokens that the model's MTP head drafts; ACCEPTANCE: tokens of a step on average, drawn
+# CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory
+# DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
-# All of vLLM's engines start together, wait a minute for each other, and measure in turn; then all of weft's. OUT gets a JSON file
-# and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without torch.compile
-# and with spawned processes. vLLM is imported once before, and left out if that fails; the variable ENGINES ("vllm", "weft") leaves
-# the other engine out. SECONDS_OF_A_RUN (300) ends one engine.
+# All of vLLM's engines start together, wait a minute for each other, and measure in turn; then SGLang's, and then weft's. OUT gets
+# a JSON file and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without
+# torch.compile and with spawned processes, SGLang with the all-reduce of its package and no graphs of prompts. vLLM and SGLang are
+# imported once before, and left out if that fails; the variable ENGINES ("vllm", "sglang weft") leaves the other engines out.
+# SECONDS_OF_A_RUN (300) ends one engine. CUDA_VISIBLE_DEVICES gives a part of the GPUs: scripts on other GPUs can run at the same
+# time with the same archives and another OUT.
 #
-# Start two of vLLM's engines at once, not more. Four of them on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
+# Start two of an engine's models at once, not more. Four of vLLM's on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
 # after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
 # torch.compile 55 to 79 s, the profiling run 11 to 20 s (110 s for gated delta nets beside three others), graphs 22 to 35 s, in which
 # nvcc compiles DeepGEMM's kernels; ready after 156 s and more. OUT gets caches.tar.xz of all that was compiled, which lies beside
-# ARCHIVE the next time: then a start is a matter of weights and graphs.
+# the archives the next time: then a start is a matter of weights and graphs.
 set -u
-out=$1 archive=$2
+out=$1 archives=$2
 shift 2
-site=/tmp/vllm-site caches=/tmp/vllm-cache
 mkdir -p "$out"
 begin=$SECONDS
 sessions=$(mktemp)
@@ -33,29 +35,60 @@ trap end_all EXIT
 trap 'exit 143' TERM INT
 say() { echo "[$((SECONDS - begin)) s] $*"; }
 
-if [ "$archive" != - ]; then
-    exec 9> $site.lock && flock 9 # of several scripts one unpacks
-    if [ ! -e $site/unpacked ]; then
+engines=" ${ENGINES:-vllm sglang weft} "
+# without ENGINE WHY
+without() { say "$1 is left out: $2" && engines=${engines/ $1 / }; }
+measured() { [[ $engines == *" $1 "* ]]; }
+
+if [ "$archives" != - ]; then
+    exec 9> /tmp/engine-sites.lock && flock 9 # of several scripts one unpacks
+    for engine in vllm sglang; do
+        measured $engine || continue
+        archive=$(tr , '\n' <<< "$archives" | grep -E "(^|/)$engine[^/]*$")
+        [ -n "$archive" ] || { without $engine "no archive of it is given" && continue; }
+        site=/tmp/$engine-site
+        [ -e $site/unpacked ] && continue
         mkdir -p $site && tar -xJf "$archive" -C $site && touch $site/unpacked || exit 1
         python -m compileall -q -j 32 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
-        say "unpacked"
+        say "$engine is unpacked"
+    done
+    caches=$(dirname "${archives%%,*}")/caches.tar.xz
+    if [ -e "$caches" ] && [ ! -d /tmp/vllm-cache ] && [ ! -d /tmp/sglang-cache ]; then
+        tar -xJf "$caches" -C / && say "caches unpacked"
     fi
     exec 9>&-
-    if [ -e "$(dirname "$archive")/caches.tar.xz" ] && [ ! -d $caches ]; then
-        tar -xJf "$(dirname "$archive")/caches.tar.xz" -C / && say "caches unpacked"
-    fi
 fi
+
+# with_packages ENGINE COMMAND…: in place of this shell, with the engine's packages and caches, no network and no NVLink multicast
+with_packages() {
+    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=()
+    shift
+    [ "$engine" = weft ] || [ "$archives" = - ] || path=$PWD:/tmp/$engine-site
+    case $engine in
+    vllm)
+        variables=(VLLM_NO_USAGE_STATS=1 "VLLM_CACHE_ROOT=$cache" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+            VLLM_DEEP_GEMM_WARMUP=skip "TRITON_CACHE_DIR=$cache/triton")
+        ;;
+    sglang)
+        # DeepGEMM's kernels are compiled when they are first called, in place of all sizes in ten minutes; the memory of two
+        # GPUs differs while other engines start.
+        variables=(SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0 "SGLANG_CACHE_DIR=$cache/sglang"
+            "SGLANG_DG_CACHE_DIR=$cache/deep_gemm" "TVM_FFI_CACHE_DIR=$cache/tvm-ffi" "FLASHINFER_WORKSPACE_BASE=$cache"
+            "TRITON_CACHE_DIR=$cache/triton" "TORCHINDUCTOR_CACHE_DIR=$cache/inductor")
+        ;;
+    esac
+    exec env "PYTHONPATH=$path:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TQDM_DISABLE=1 NCCL_NVLS_ENABLE=0 \
+        NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 "${variables[@]}" "$@"
+}
 
 has_rows() { [ -s "$1" ] && grep -q first_ms "$1"; }
 
 # python_of ENGINE NAME ARGUMENTS…: a run of a module, its log, and the end of that where it fails
 python_of() {
-    local engine=$1 name=$2 path=$PWD kernels=() code
+    local engine=$1 name=$2 code
     shift 2
-    [ "$engine" = vllm ] && path=$PWD:$site kernels=(TRITON_CACHE_DIR=$caches/triton)
-    PYTHONPATH=$path:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$caches \
-        VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_DEEP_GEMM_WARMUP=skip TQDM_DISABLE=1 \
-        env "${kernels[@]}" setsid timeout -k 5 "${SECONDS_OF_A_RUN:-300}" python -m "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1 &
+    with_packages "$engine" setsid timeout -k 5 "${SECONDS_OF_A_RUN:-300}" python -m "$@" --json "$out/$name.json" \
+        >> "$out/$name.log" 2>&1 &
     echo $! >> "$sessions"
     wait $!
     code=$?
@@ -67,7 +100,12 @@ python_of() {
     fi
 }
 
-eager='"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 128]}'
+# of vLLM and SGLang where they failed
+declare -A plain=(
+    [vllm]='"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 128]}, '
+    [sglang]='"disable_prefill_cuda_graph": true, "enforce_disable_flashinfer_allreduce_fusion": true, '
+    [weft]=""
+)
 
 # name_of ENGINE JOB
 name_of() {
@@ -80,6 +118,7 @@ measure() {
     local engine=$1 room=$3 engines=$4 more=$5 options='"memory_fraction": 0.2' quantized=() drafting=()
     IFS=: read -r model quantization gpus cases cache drafts acceptance <<< "$2"
     [ "$engine" = vllm ] && options="\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache"
+    [ "$engine" = sglang ] && options="\"kv_cache_memory_bytes\": $cache"
     [ "$quantization" = bf16 ] || quantized=(--quantization "$quantization")
     [ -z "$drafts" ] || drafting=(--drafts "$drafts" --acceptance "$acceptance")
     python_of "$engine" "$(name_of "$engine" "$2")" benchmarks.engines run "$engine" --model "$model" "${quantized[@]}" \
@@ -94,17 +133,22 @@ plugin() {
         --options "{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache}" --room "$3" --engines "$4"
 }
 
-# beside ENGINE JOB…
+# beside ENGINE JOB…: of the jobs those that the engine has: the plugin is vLLM's, and drafts are not SGLang's
 beside() {
-    local engine=$1 room number=0 job failed
+    local engine=$1 room number=0 job failed jobs=()
     shift
+    for job in "$@"; do
+        case $engine:$job in [!v]*:plugin:* | sglang:*:*:*:*:*:*:*) ;; *) jobs+=("$job") ;; esac
+    done
+    [ ${#jobs[@]} -gt 0 ] || return 0
+    set -- "${jobs[@]}"
     room=$(mktemp -d)
     for job in "$@"; do
-        case $job in plugin:*) [ "$engine" = vllm ] && number=$((number + 2)) ;; *) number=$((number + 1)) ;; esac
+        case $job in plugin:*) number=$((number + 2)) ;; *) number=$((number + 1)) ;; esac
     done
     for job in "$@"; do
         case $job in
-        plugin:*) [ "$engine" = vllm ] && { plugin "$job" off "$room" $number & plugin "$job" on "$room" $number & } ;;
+        plugin:*) plugin "$job" off "$room" $number & plugin "$job" on "$room" $number & ;;
         *) measure "$engine" "$job" "$room" $number "" & ;;
         esac
     done
@@ -119,8 +163,9 @@ beside() {
         say "once more: ${failed[*]}"
         room=$(mktemp -d)
         for job in "${failed[@]}"; do
-            VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=$((${TOTAL_SECONDS:-600} / 2)) \
-                measure "$engine" "$job" "$room" ${#failed[@]} "$([ "$engine" = vllm ] && echo "$eager, ")" &
+            VLLM_WORKER_MULTIPROC_METHOD=spawn SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2=0 \
+                SECONDS_OF_A_RUN=$((${TOTAL_SECONDS:-600} / 2)) \
+                measure "$engine" "$job" "$room" ${#failed[@]} "${plain[$engine]}" &
         done
         wait
     fi
@@ -128,32 +173,48 @@ beside() {
     say "$engine is done"
 }
 
-engines=${ENGINES:-vllm weft}
-if [[ $engines == *vllm* ]]; then
-    imports='import vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu_model_runner, vllm.v1.engine.core, vllm.model_executor.models.qwen3_5'
-    if PYTHONPATH=$PWD:$site:${PYTHONPATH:-} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 timeout 100 python -c \
-        "$imports; from vllm import LLM; print('vLLM is imported')" > "$out/import.log" 2>&1; then
-        say "vLLM is imported"
-    else
-        say "vLLM is left out: its import failed" && tail -30 "$out/import.log" | cut -c1-300
-        engines=${engines/vllm/}
-    fi
-fi
+imports_of() {
+    case $1 in
+    vllm)
+        echo "import vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu_model_runner, vllm.v1.engine.core"
+        echo "import vllm.model_executor.models.qwen3_5"
+        echo "from vllm import LLM"
+        ;;
+    sglang)
+        echo "import deep_gemm, sgl_kernel.flash_attn, sglang.srt.managers.scheduler, sglang.srt.models.qwen3_moe"
+        echo "from sglang.srt.entrypoints.engine import Engine"
+        ;;
+    esac
+}
 
-if [[ $engines == *vllm* ]]; then
-    beside vllm "$@"
-    [ "$archive" = - ] || tar -cJf "$out/caches.tar.xz" -C / ${caches#/}
-fi
+for engine in vllm sglang; do
+    measured $engine || continue
+    (with_packages $engine timeout 100 python -c "$(imports_of $engine)") > "$out/import-$engine.log" 2>&1 &&
+        say "$engine is imported" || { without $engine "its import failed" && tail -30 "$out/import-$engine.log" | cut -c1-300; }
+done
+for engine in vllm sglang; do
+    measured $engine || continue
+    beside $engine "$@"
+    [ "$archives" = - ] || tar -cJf "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
+done
 grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
-[[ $engines == *weft* ]] && beside weft "$@"
-[[ $engines == *vllm* && $engines == *weft* ]] || exit 0
+grep -ahoE "(attention_backend|moe_runner_backend|fp8_gemm_runner_backend|flashinfer_allreduce_fusion_backend)='?[a-z0-9_]+|All Reduce config.{0,120}|KV Cache is allocated.{0,80}|Capture .{0,20}graph end.{0,80}|Load weight end.{0,60}" \
+    "$out"/sglang-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
+measured weft || exit 0
+beside weft "$@"
 for job in "$@"; do
     case $job in
     plugin:*)
         IFS=: read -r _ model gpus cache <<< "$job"
-        python -m benchmarks.doors.vllm_plugin table "$out/plugin-off-$model.json" "$out/plugin-on-$model.json"
+        measured vllm && python -m benchmarks.doors.vllm_plugin table "$out/plugin-off-$model.json" "$out/plugin-on-$model.json"
         ;;
-    *) python -m benchmarks.engines table "$out/$(name_of weft "$job").json" "$out/$(name_of vllm "$job").json" ;;
+    *)
+        files=()
+        for engine in weft vllm sglang; do
+            has_rows "$out/$(name_of $engine "$job").json" && files+=("$out/$(name_of $engine "$job").json")
+        done
+        [ ${#files[@]} -gt 0 ] && python -m benchmarks.engines table "${files[@]}"
+        ;;
     esac
 done

@@ -1,8 +1,11 @@
 """Engines beside each other: what is timed, how engines that start together take turns, and the pages from their files."""
 
 import json
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +60,69 @@ def test_configs_of_fp8_keep_routers_and_wrap_text_models():
     text = engines.config_of("qwen3.6-27b")
     assert text["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert text["text_config"]["hidden_size"] == text["vision_config"]["out_hidden_size"] == 5120
+
+
+def started(monkeypatch, model, **more):
+    """Arguments by which SGLang is started for a model, and the calls of generate()."""
+    made, calls = {}, []
+
+    class Engine:
+        def __init__(self, **arguments):
+            made.update(arguments)
+
+        def generate(self, **request):
+            calls.append(request)
+
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=Engine))
+    setting = {
+        "world_size": 2,
+        "quantization": None,
+        "batches": [8, 1, 8],
+        "drafts": 0,
+        "acceptance": 1.0,
+        "options": {},
+    }
+    engines.sglang_engine(engines.Setting(model=model, **{**setting, **more}))([[3, 4], [5, 6]], 65)
+    return made, calls
+
+
+def test_sglang_is_given_ids_and_a_cache_of_the_same_bytes(monkeypatch):
+    """2e9 bytes of 64 layers with 4 of 8 KV heads of 128 in bf16 a GPU, at 131,072 bytes a token."""
+    made, calls = started(
+        monkeypatch, "qwen3-32b", quantization="fp8", options={"kv_cache_memory_bytes": 2_000_000_000}
+    )
+    assert made["max_total_tokens"] == 2_000_000_000 // 131_072
+    assert "kv_cache_memory_bytes" not in made and made["tp_size"] == 2 and made["disable_radix_cache"]
+    assert made["cuda_graph_bs_decode"] == [1, 8] and made["max_running_requests"] == 8
+    assert json.loads((Path(made["model_path"]) / "config.json").read_text())["quantization_config"] == {
+        **engines.BLOCK_FP8, "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    [request] = calls
+    assert request["input_ids"] == [[3, 4], [5, 6]]
+    assert request["sampling_params"] == {"max_new_tokens": 65, "temperature": 0.0, "ignore_eos": True}
+
+
+def test_sglang_fuses_all_reduces_of_mixtures_without_multicast(monkeypatch):
+    name = "flashinfer_allreduce_fusion_backend"
+    assert started(monkeypatch, "qwen3-30b-a3b")[0][name] == "trtllm"
+    assert name not in started(monkeypatch, "qwen3-30b-a3b", world_size=1)[0]
+    assert name not in started(monkeypatch, "qwen3-8b")[0]
+
+
+@pytest.mark.parametrize("model, drafts", [("qwen3-8b", 3), ("qwen3.6-27b", 0)])
+def test_sglang_refuses_what_it_cannot_measure_here(monkeypatch, model, drafts):
+    with pytest.raises(SystemExit, match="measure weft and vllm"):
+        started(monkeypatch, model, drafts=drafts)
+
+
+def test_the_table_has_a_column_for_each_engine(tmp_path):
+    files = []
+    for engine, per_token in (("weft", 2.0), ("vllm", 3.0), ("sglang", 2.5)):
+        files.append(tmp_path / f"{engine}.json")
+        files[-1].write_text(json.dumps(report(engine, per_token)))
+    lines = engines.table(files).splitlines()
+    assert lines[2] == "| prompts x tokens | weft | vllm 1 | sglang 1 |"
+    assert lines[4] == "| 8x128 | 10.0 / 2.00 | 10.0 / 3.00 (1.00 x, 1.50 x) | 10.0 / 2.50 (1.00 x, 1.25 x) |"
 
 
 def report(engine, per_token, **more):

@@ -2,9 +2,9 @@
 # All that several GPUs of a machine prove and measure, from a clean tree: sh benchmarks/several_gpus.sh WORLD_SIZE [STEP…]
 #
 # WORLD_SIZE is 2, 4 or 8; tables go to benchmarks/results/GPU-xWORLD_SIZE and folders beside it. In the environment: GPU=h100 for
-# those of H100s, h200 by default; QUICK=1 for fewer rounds; LIMIT=200 for the seconds after which regret and plans begin nothing
-# more. Each step ends by itself, so that a machine that is lent for minutes takes a few of them; regret and plans go on where their
-# files end. In this order, all by default but tune and vllm:
+# those of H100s, h200 by default; QUICK=1 for fewer rounds; LIMIT=200 for the seconds after which regret, plans and the rows of
+# Transformers begin nothing more. Each step ends by itself, so that a machine that is lent for minutes takes a few of them; regret
+# and plans go on where their files end. In this order, all by default but tune and vllm:
 #   check        tests of runtime, ops, models, engine, traces and examples; doctor; generate
 #   machine      one all-reduce, one GEMM and one step, to tell how far machines differ: for every run that measures something
 #   suite        the suite of ops: every case, graphs, 2,000 calls of each with delays
@@ -97,9 +97,13 @@ for step in "$@"; do
         ;;
     doors)
         mkdir -p "$doors"
-        python -m benchmarks.doors.torch_tp --world-size "$world" --json "$doors/torch.json"
-        python -m benchmarks.doors.transformers_llama --world-size "$world" --json "$doors/transformers.json"
-        [ -z "${TITAN:-}" ] || PYTHONPATH=$TITAN python -m benchmarks.doors.torchtitan_llama --world-size "$world" --json "$doors/titan.json"
+        failed=
+        python -m benchmarks.doors.torch_tp --world-size "$world" --json "$doors/torch.json" || failed="$failed torch_tp"
+        python -m benchmarks.doors.transformers_llama --world-size "$world" ${LIMIT:+--seconds "$LIMIT"} \
+            --json "$doors/transformers.json" || failed="$failed transformers_llama"
+        [ -z "${TITAN:-}" ] || PYTHONPATH=$TITAN python -m benchmarks.doors.torchtitan_llama --world-size "$world" \
+            --json "$doors/titan.json" || failed="$failed torchtitan_llama"
+        [ -z "$failed" ] || { echo "$0: failed:$failed" >&2 && exit 1; }
         ;;
     bits)
         python -m pytest -q -m gpu tests/ops/gemm/test_sliced.py tests/ops/moe/test_moe_ops.py

@@ -55,25 +55,28 @@ def test_torchs_ops_and_styles_have_the_same_answers_on_weft(
 
 
 def test_a_llama_by_its_plan_and_with_replaced_layers_has_the_same_logits(simulate_mesh, one_call, monkeypatch, capsys):  # noqa: F811
-    pytest.importorskip("transformers", "5.23")
-    from benchmarks.doors import transformers_llama
+    pytest.importorskip("transformers", "5.17")
+    from benchmarks.doors import transformers_llama as door
 
-    sizes = transformers_llama.SIZES | {
+    sizes = door.SIZES | {
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "vocab_size": 48,
     }  # fmt: skip
-    monkeypatch.setattr(transformers_llama, "NEW", 1)
-    monkeypatch.setattr(transformers_llama, "REPEATS", 1)
-    ways = transformers_llama.ways_of
-    monkeypatch.setattr(transformers_llama, "ways_of", lambda *of: list(ways(*of))[:3])  # none of the compiler's
+    for name in ("NEW", "REPEATS", "CALLS"):
+        monkeypatch.setattr(door, name, 1)
+    refused = door.Way("refused", lambda *of: 1 / 0, ("prompt",))
+    monkeypatch.setattr(door, "WAYS", (*door.WAYS[:3], refused))  # none of the compiler's
 
     def main(mesh, team):
-        return transformers_llama.measure(team, mesh, 1, sizes, (((2, 8),), ((1, 4),)), None)
+        table = door.Rows(team, {kind: ((2, 8) if kind == "prompt" else (1, 4),) for kind in door.KINDS}, None)
+        return door.measure(team, mesh, 1, sizes, table, None)
 
     rows, _ = simulate_mesh(main, 2, sms=4)
-    assert [row["what"] for row in rows] == ["prompt 2x8", "token 1x4", "static 1x4"]
-    assert all(row[way] for row in rows[:2] for way in ("tp_plan", "tp_plan on weft", "replace")), rows
-    assert "| what | tp_plan | tp_plan on weft | replace | gain |" in capsys.readouterr().out
+    assert [row["what"] for row in rows] == ["prompt 2x8", "step 1x4", "captured 1x4", "token 1x4", "static 1x4"]
+    timed = [row for row in rows if row["what"].split()[0] in ("prompt", "step", "token")]
+    assert all(row[way] for row in timed for way in ("tp_plan", "tp_plan on weft", "replace")), rows
+    assert rows[0]["refused: reason"] == "ZeroDivisionError: division by zero"
+    assert "| what | tp_plan | tp_plan on weft | replace | refused | gain |" in capsys.readouterr().out
 
 
 def vllm_row(answers, likely, first=20.0):
@@ -112,13 +115,18 @@ def test_the_entry_point_of_the_plugin_is_found_from_a_source_tree(tmp_path, mon
 def test_modules_that_torchtitan_imports_and_does_not_use_have_stand_ins(monkeypatch):
     import sys
 
-    from benchmarks.doors.torchtitan_llama import StandIns
+    from torch.distributed import fsdp
+
+    from benchmarks.doors.torchtitan_llama import StandIns, complete_torch
 
     monkeypatch.setattr(sys, "meta_path", [StandIns(), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(fsdp, "DataParallelMeshDims", None, raising=False)
+    monkeypatch.delattr(fsdp, "DataParallelMeshDims")
+    complete_torch()
     import wandb
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    assert type("Mine", (StatefulDataLoader, wandb.Run), {})()
+    assert type("Mine", (StatefulDataLoader, wandb.Run), {})() and fsdp.DataParallelMeshDims()
     for name in [name for name in sys.modules if name.split(".")[0] in ("wandb", "torchdata")]:
         monkeypatch.delitem(sys.modules, name)

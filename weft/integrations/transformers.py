@@ -19,14 +19,19 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.distributed import parallel_utils, tensor_parallel
+    from transformers.distributed import tensor_parallel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 except ImportError as error:
     raise ImportError(
         f"transformers {transformers.__version__} has another tensor parallelism ({error}); weft.integrations.transformers "
-        f"needs 5.23 or newer"
+        f"needs 5.17 or newer"
     ) from error
+
+try:
+    from transformers.distributed import parallel_utils as registry
+except ImportError:  # before 5.23
+    registry = tensor_parallel
 
 from weft import ops
 from weft.integrations.fallback import Fallback, Kind, problem_of_operands
@@ -73,7 +78,7 @@ class WeftRowwiseParallel(tensor_parallel.RowwiseParallel):
 def install() -> None:
     """Register weft's style "rowwise" and attention "weft" for models that are loaded from now on."""
     style = WeftRowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
-    parallel_utils.ALL_PARALLEL_STYLES.register(STYLE, style)
+    registry.ALL_PARALLEL_STYLES.register(STYLE, style)
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
@@ -81,14 +86,14 @@ def install() -> None:
 def uninstall() -> None:
     """Give "rowwise" back to transformers, for models that are loaded from now on."""
     style = tensor_parallel.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
-    parallel_utils.ALL_PARALLEL_STYLES.register(STYLE, style)
+    registry.ALL_PARALLEL_STYLES.register(STYLE, style)
 
 
 def describe(model: nn.Module) -> dict[str, str]:
     """Communicating modules of the tensor-parallel plan, each with weft's op or the reason for none."""
     styles = {}
     for name, module in model.named_modules():
-        generic = parallel_utils.replace_layer_number_by_wildcard(name)
+        generic = registry.replace_layer_number_by_wildcard(name)
         style = (model.tp_plan or {}).get(generic)
         if style is not None and style not in _LOCAL_STYLES:
             styles[generic] = getattr(module, "_weft", _left(f"style {style!r}"))

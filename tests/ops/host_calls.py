@@ -98,6 +98,7 @@ def platform(world_size: int) -> SimpleNamespace:
         group=None, caps=caps, heap=heap, record=torch.zeros(RECORD_WORDS, dtype=torch.int64), deltas=[0] * world_size,
         multimem=0, exchange=lambda what, item: [item] * world_size, synchronize=lambda: None, carved=lambda *of: None,
         is_capturing=lambda: False, peer_heap=lambda peer: heap, max_programs=lambda *of: 32 * caps.sms,
+        holds=lambda num_warps: 8 // num_warps * caps.sms,
     )  # fmt: skip
     made.copy_engine = CudaCopyEngine(SimpleNamespace(**{**vars(made), "device": GPU}))
     return made

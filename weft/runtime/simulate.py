@@ -51,7 +51,8 @@ def simulate(
     seed        of the scheduler: the same seed gives the same run, event for event
     like        the GPU that ranks plan as: "h200", "h100", "b200" or "a100". Ops choose what they choose there, by the same
                 tables and rules
-    sms         programs of a rank that can be resident at once; further ones start when one ends. None: the SMs of ``like``
+    sms         programs of a rank that can be resident at once; further ones start when one ends. None: as many as ``like``
+                holds, of 255 registers a thread
     slow        rank -> factor by which the scheduler picks it less often than other ranks
     heap_bytes  as in ``weft.init``
     node_size   ranks of each node: ranks of different nodes do not reach each other's memory; None: one node
@@ -71,7 +72,7 @@ def simulate(
     check_main(main)
     world_size, seed = check_virtual_ranks("world_size", world_size), check_seed(seed)
     check_choice("like", like, tuple(GPUS))
-    sms = check_optional(positive, "sms", sms) or GPUS[like].sms
+    sms = check_optional(positive, "sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     node_size = check_node_size(node_size, world_size)
     check_choice("link", link, LINKS)
@@ -87,7 +88,7 @@ def simulate(
     from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
     forget_launches_on("cpu")
-    machine = Machine(world_size, seed, sms, slow, on_event)
+    machine = Machine(world_size, seed, sms or GPUS[like].sms, slow, on_event, shares_sms=sms is None)
     cluster = Cluster(machine, node_size, link, like)
 
     def host(rank: int) -> Any:

@@ -360,7 +360,7 @@ class ShardedDecodeAttention(ShardedPlan):
         split, pairs = design.split, B * sizes.heads
         if fused and team.size > 1:
             resident = resident_programs(split, D, cache.key_pages.itemsize, team.caps)
-            most = min(resident, team.max_programs(split.num_warps))
+            most = min(resident, team.holds(split.num_warps))
             if pairs * split.splits > most:
                 raise ValueError(
                     f"{self.name}: algorithm='one_kernel' has {pairs * split.splits} programs that wait for peers, and {most} "
@@ -404,6 +404,8 @@ class ShardedDecodeAttention(ShardedPlan):
         tokens = attended_tokens(sequences.pages.shape[1], page, window, team.size)
         call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, given.algorithm)
         design = self.plan(call, machine_of(team)).design
+        if given.algorithm == AUTO and not self.is_held(design, call, team):
+            design = self.plan(call._replace(design="two_kernels"), machine_of(team)).design
         cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
         scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
         return self.run(design, team, Attending(q, cache, sequences, scores, window))

@@ -21,6 +21,7 @@ from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.team import Team
 
 # Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
 SHARED_BYTES = 227 << 10
@@ -179,6 +180,15 @@ class ShardedPlan(AttentionOp):
         """True if all programs of a call are resident at once."""
         most = resident_programs(split, call.head_dim, call.dtype.itemsize, machine.caps)
         return call.pairs * split.splits <= most
+
+    def is_held(self, design: OneKernel | TwoKernels | OverNodes, call: ShardedCall, team: Team) -> bool:
+        """False if ``design`` needs more resident programs than the platform holds.
+
+        Platforms may hold fewer than the GPU of the plan: virtual ranks with ``sms``, GSan.
+        """
+        if not isinstance(design, OneKernel) or team.size == 1:
+            return True
+        return call.pairs * design.split.splits <= team.holds(design.split.num_warps)
 
     def space(self, call: ShardedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         rule, sms = self.split_of(call, machine), machine.caps.sms

@@ -292,6 +292,9 @@ class CudaPlatform:
         warps = properties.max_threads_per_multi_processor // properties.warp_size
         return self.caps.sms * resident_programs(num_warps, registers, self.caps.arch, warps)
 
+    def holds(self, num_warps: int) -> int:
+        return self.max_programs(num_warps, registers=255)
+
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 

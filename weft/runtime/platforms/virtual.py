@@ -171,8 +171,13 @@ class VirtualPlatform:
         self._machine.observer.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
+        # One an SM, since workspaces have a part for each.
         self._machine.is_sized = True
         return self._machine.sms
+
+    def holds(self, num_warps: int) -> int:
+        self._machine.is_sized = True
+        return self._machine.holds(num_warps)
 
     def is_capturing(self) -> bool:
         return False

@@ -284,6 +284,13 @@ class Team(TakenByView):
             registers = check_int("registers", registers, 1)
         return self.node._platform.max_programs(num_warps, registers)
 
+    def holds(self, num_warps: int) -> int:
+        """Programs of 255 registers a thread that this rank's GPU holds at a time.
+
+        Virtual ranks hold as many as the GPU that they plan as, while ``max_programs`` is one an SM there.
+        """
+        return self.node._platform.holds(num_warps)
+
     def barrier(self) -> None:
         """Wait for all ranks and their earlier GPU work. Collective, and bounded in time."""
         self._check_open("barrier()")

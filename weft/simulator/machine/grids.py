@@ -23,6 +23,7 @@ class Grid:
         self.rank, self.launch, self.bases, self.overlaps, self.names = rank, launch, bases, overlaps, names
         x, y, z = launch.grid
         self.total = x * y * z
+        self.num_warps = launch.threads // 32
         self.ended = 0
         self.programs: list[Program] = []
         self.error: BaseException | None = None

@@ -22,6 +22,9 @@ from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.tasks import ThreadTask, Waiting
 from weft.triton_api import JITFunction
 
+# Warps that the registers of an SM hold, at 255 a thread.
+_WARPS_OF_SM = 8
+
 
 class Launches(Accesses):
     """Part of ``Machine`` that runs ``kernel[grid](...)``."""
@@ -33,11 +36,14 @@ class Launches(Accesses):
         sms: int,
         slow: Mapping[int, float] | None,
         on_event: Callable[[Event], None] | None,
+        shares_sms: bool = False,
     ) -> None:
         super().__init__(seed, slow, on_event)
-        self.sms = sms
+        self.sms, self.shares_sms = sms, shares_sms
         self.most_at_once = 0  # most programs of a rank resident at once so far
-        self._free_sms = [sms] * world_size
+        self._resident = [0] * world_size
+        # Parts of SMs that no program holds.
+        self._free = [sms * (_WARPS_OF_SM if shares_sms else 1)] * world_size
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._names: dict[int, str] = {}
         self._known: list[int] = []
@@ -92,6 +98,14 @@ class Launches(Accesses):
         else:
             self._left[task.rank] = run
 
+    def holds(self, num_warps: int) -> int:
+        """Programs of ``num_warps`` that a rank holds at a time."""
+        return self.sms * (_WARPS_OF_SM // self._parts(num_warps) if self.shares_sms else 1)
+
+    def _parts(self, num_warps: int) -> int:
+        """Parts of an SM that a program holds."""
+        return min(num_warps, _WARPS_OF_SM) if self.shares_sms else 1
+
     def pointer(self, tensor: torch.Tensor) -> int:
         """Pointer to ``tensor``, which stays known until the launch being prepared has ended."""
         base = self.memory.add_tensor(tensor, self.rank, self._names.get(tensor.data_ptr(), self._names[0]))
@@ -115,15 +129,19 @@ class Launches(Accesses):
         return bool(waiting)
 
     def _start_programs(self, rank: int) -> None:
-        """Start programs on the rank's free SMs."""
+        """Start programs where the rank's SMs have room."""
         pending = self._pending[rank]
-        while pending and self._free_sms[rank] > 0:
+        while pending:
             grid = pending[0]
             if grid.error is not None or grid.started == grid.total:
                 pending.popleft()
                 continue
-            self._free_sms[rank] -= 1
-            self.most_at_once = max(self.most_at_once, self.sms - self._free_sms[rank])
+            parts = self._parts(grid.num_warps)
+            if self._free[rank] < parts:
+                return
+            self._free[rank] -= parts
+            self._resident[rank] += 1
+            self.most_at_once = max(self.most_at_once, self._resident[rank])
             self._start_program(grid)
 
     def _start_program(self, grid: Grid) -> None:
@@ -137,7 +155,8 @@ class Launches(Accesses):
             self.observer.program_ended(program)
             if program.error is not None and grid.error is None:
                 grid.error = program.error
-            self._free_sms[grid.rank] += 1
+            self._free[grid.rank] += self._parts(grid.num_warps)
+            self._resident[grid.rank] -= 1
             self._start_programs(grid.rank)
 
         program = Program(grid, body)

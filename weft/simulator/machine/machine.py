@@ -68,9 +68,10 @@ class Hosts:
 class Machine(Launches):
     """Virtual machine with one GPU per rank.
 
-    sms       programs of a rank that can be resident at once
-    slow      rank -> factor by which the scheduler chooses it less often
-    on_event  called with (step, task, kind, detail) for each event
+    sms         programs of a rank that can be resident at once
+    slow        rank -> factor by which the scheduler chooses it less often
+    on_event    called with (step, task, kind, detail) for each event
+    shares_sms  each of ``sms`` holds as many programs as a GPU's, of 255 registers a thread
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Machine(Launches):
         sms: int = 8,
         slow: Mapping[int, float] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        shares_sms: bool = False,
     ) -> None:
-        super().__init__(world_size, seed, sms, slow, on_event)
+        super().__init__(world_size, seed, sms, slow, on_event, shares_sms)
         self.world_size, self.seed = world_size, seed
         self.is_sized = False  # host code has asked how many programs can be resident at once
         self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
@@ -251,4 +253,5 @@ class Machine(Launches):
         lines += self.observer.deadlocked(
             [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
         )
-        return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
+        sms = "" if self.shares_sms else f", sms={self.sms}"
+        return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}{sms})")

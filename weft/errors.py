@@ -166,6 +166,18 @@ class NoPeerAccess(WeftError):
         self.rank, self.one, self.other = rank, one, other
 
 
+class MixedGPUs(WeftError):
+    """Ranks on GPUs of several kinds, for which they would plan differently. ``by_rank``: kind of each."""
+
+    def __init__(self, rank: int, by_rank: Sequence[str]) -> None:
+        listed = ", ".join(f"rank {r} has {kind}" for r, kind in enumerate(by_rank))
+        super().__init__(
+            f"rank {rank}: a team needs GPUs of one kind, and {listed}; choose GPUs alike (weft doctor lists them), for "
+            f"example by CUDA_VISIBLE_DEVICES"
+        )
+        self.rank, self.by_rank = rank, tuple(by_rank)
+
+
 class NotEnoughGPUs(WeftError):
     """More ranks asked for than this machine has GPUs."""
 

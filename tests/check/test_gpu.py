@@ -196,7 +196,7 @@ def test_gsan_learns_the_order_of_a_barrier_of_hosts(monkeypatch):
     platform, barriers = SanitizedPlatform.__new__(SanitizedPlatform), []
     monkeypatch.setattr(CudaPlatform, "exchange", lambda self, what, item: [item, item])
     platform._handle, platform.rank = SimpleNamespace(barrier=lambda: barriers.append(1)), 0
-    assert platform.exchange("places", 3) == [3, 3] and not barriers
+    assert platform.exchange("init", 3) == [3, 3] and not barriers
     assert platform.exchange("barrier", None) == [None, None] and len(barriers) == 1
     platform.caps = SimpleNamespace(sms=132)
     assert platform.max_programs(4, 255) == 132

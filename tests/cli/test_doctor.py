@@ -164,6 +164,11 @@ def test_probed_capabilities_name_the_ranks_out_of_reach(gpus):
     assert caps.unreachable() == (3,)
 
 
+def test_ranks_of_a_gpu_that_is_not_shared_plan_as_the_others(gpus):
+    gpus(2)
+    assert [capabilities.probe(index, peers=[0, 1, 0]).sms for index in (0, 1, 0)] == [124] * 3
+
+
 def test_a_cpu_has_no_capabilities_to_probe():
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         capabilities.probe(torch.device("cpu"), peers=[0])

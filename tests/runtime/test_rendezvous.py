@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.errors import ArgumentMismatch, CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
+from weft.errors import ArgumentMismatch, CallMismatch, MixedGPUs, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
 from weft.runtime.platforms import cuda
-from weft.runtime.platforms.cuda import Place, check_peers
+from weft.runtime.platforms.cuda import Entry, Place, check_entries, check_peers
 from weft.runtime.team.rendezvous import Rendezvous
 from weft.runtime.wait_record import raise_from_record
 
@@ -151,6 +151,22 @@ def test_gpus_without_a_link_are_the_same_error_on_every_rank():
             check_peers(rank, places, lambda one, other: {one, other} != {1, 2})
     with pytest.raises(NoPeerAccess, match="GPU 0 of box cannot reach rank 1 on GPU 0 of attic"):
         check_peers(0, [Place("box", 0), Place("attic", 0)], lambda one, other: True)
+
+
+def test_gpus_of_two_kinds_and_heaps_of_two_sizes_are_the_same_error_on_every_rank():
+    h100, h200 = (Entry(Place("box", 0), f"NVIDIA {name}", 132, 4) for name in ("H100", "H200"))
+    check_entries(0, [h100, h100._replace(place=Place("attic", 3))])
+    kinds = r"rank 0 has NVIDIA H100 \(132 SMs\), rank 1 has NVIDIA "
+    for other, said in ((h200, r"H200 \(132 SMs\)"), (h100._replace(sms=114), r"H100 \(114 SMs\)")):
+        for rank in range(2):
+            with pytest.raises(
+                MixedGPUs, match=f"^rank {rank}: a team needs GPUs of one kind, and {kinds}{said}; choose"
+            ):
+                check_entries(rank, [h100, other])
+    with pytest.raises(
+        ArgumentMismatch, match="rank 1: a new team: heap_bytes is 4 on rank 0, 8 on rank 1; pass the same"
+    ):
+        check_entries(1, [h100, h100._replace(heap_bytes=8)])
 
 
 def test_the_record_of_a_wait_that_gave_up_becomes_an_exception():

@@ -9,7 +9,15 @@ import torch
 import weft
 from tests.runtime import behaviour
 from weft import ops
-from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed, Unsupported
+from weft.errors import (
+    AllocationMismatch,
+    ArgumentMismatch,
+    Deadlock,
+    HeapExhausted,
+    NotSymmetric,
+    TeamClosed,
+    Unsupported,
+)
 from weft.runtime.platforms.virtual import VirtualPlatform
 from weft.runtime.team.heap import ALIGNMENT, HeapLayout
 from weft.runtime.team.team import find_team
@@ -54,14 +62,18 @@ def test_ranks_that_allocate_differently_learn_it_on_every_rank(other):
         assert "rank 0: (8,) torch.float32" in message and "rank 1: " in message
 
 
-def test_heaps_of_different_sizes_come_out_on_every_rank_where_one_is_full():
-    def main(team):
-        small_on_one = weft.init(heap_bytes=(1 << 20) + (team.rank << 20))
-        with pytest.raises(AllocationMismatch, match=r"rank 0: .*, no room; rank 1: .*, at byte"):
-            small_on_one.empty(1 << 20, torch.uint8)
-        return small_on_one.empty(512, torch.uint8).numel()
+@pytest.mark.parametrize("node_size", [4, 2])
+def test_heaps_of_different_sizes_are_refused_on_every_rank(node_size):
+    """Of a node, and where they are equal within each node."""
 
-    assert weft.simulate(main, 2) == [512, 512]
+    def main(team):
+        with pytest.raises(
+            ArgumentMismatch, match="a new team: heap_bytes is .*2097152 on rank 2.*; pass the same"
+        ) as caught:
+            weft.init(heap_bytes=(1 << 20) + (team.rank // 2 << 20))
+        return caught.value.rank, caught.value.different["heap_bytes"][0]
+
+    assert weft.simulate(main, 4, node_size=node_size) == [(rank, "1048576") for rank in range(4)]
 
 
 def test_a_rank_that_does_not_allocate_is_named():

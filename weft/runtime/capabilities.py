@@ -85,7 +85,7 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
     """
     index = _index_of(device)
     properties = torch.cuda.get_device_properties(index)
-    shared = list(peers).count(index) > 1
+    shared = len(set(peers)) < len(peers)  # any GPU, so that all ranks plan alike
     return Capabilities(
         device_name=properties.name,
         arch=architecture(index),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import quoted
-from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
+from weft.errors import MixedGPUs, NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.environment import coordinates
@@ -26,7 +26,7 @@ from weft.runtime.recording import copy_span, signal_span
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, own_stream
 from weft.runtime.team.rail import Rail
-from weft.runtime.team.rendezvous import Rendezvous
+from weft.runtime.team.rendezvous import Rendezvous, check_alike
 from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
@@ -50,6 +50,24 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"GPU {self.index} of {self.host}"
+
+
+@exchangeable
+class Entry(NamedTuple):
+    """GPU and heap with which a rank enters a team."""
+
+    place: Place
+    device_name: str
+    sms: int
+    heap_bytes: int
+
+
+def check_entries(rank: int, entries: Sequence[Entry]) -> None:
+    """MixedGPUs or ArgumentMismatch, on every rank, unless GPUs and sizes of heaps are equal."""
+    check_alike(rank, "a new team", {r: {"heap_bytes": entry.heap_bytes} for r, entry in enumerate(entries)})
+    kinds = [f"{entry.device_name} ({entry.sms} SMs)" for entry in entries]
+    if len(set(kinds)) > 1:
+        raise MixedGPUs(rank, kinds)
 
 
 def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, int], bool]) -> None:
@@ -171,15 +189,19 @@ class CudaPlatform:
         self._subsets = 0
         self._nodes = nodes_of(self)
         self.shape = shape_of(self._nodes)
+        properties = torch.cuda.get_device_properties(self.device)
+        place = Place(socket.gethostname(), self.device.index)
+        entry = Entry(place, properties.name, properties.multi_processor_count, heap_bytes)
+        entries = self.exchange("init", entry)
+        check_entries(self.rank, entries)
         self._names: dict[int, tuple[int, str, int]] = {}
         self.library = NcclLibrary(self)
         if self.shape.nodes == 1:
-            self._make_heap(heap_bytes)
+            self._make_heap(heap_bytes, [entry.place for entry in entries])
         else:
             self._make_node(heap_bytes)
 
-    def _make_heap(self, heap_bytes: int) -> None:
-        places = self.exchange("places", Place(socket.gethostname(), self.device.index))
+    def _make_heap(self, heap_bytes: int, places: Sequence[Place]) -> None:
         check_peers(self.rank, places, torch.cuda.can_device_access_peer)
         multicast = self._map_heap(heap_bytes)
         start = self.heap.data_ptr()

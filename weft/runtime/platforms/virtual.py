@@ -97,7 +97,11 @@ class VirtualPlatform:
         if self.shape.nodes == 1:
             self._make_heap(heap_bytes)
         else:
+            self._check_heaps(self.exchange("init", heap_bytes))
             self._make_node(heap_bytes)
+
+    def _check_heaps(self, sizes: Sequence[int]) -> None:
+        check_alike(self.rank, "a new team", {rank: {"heap_bytes": size} for rank, size in enumerate(sizes)})
 
     def _make_heap(self, heap_bytes: int) -> None:
         self._cluster.check_reached(self.rank, self._members)
@@ -111,7 +115,8 @@ class VirtualPlatform:
         self.heap = raw[-raw.data_ptr() % 256 :][:heap_bytes]
         self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes, self._members[self.rank])
         self._cluster.heaps[self._team, self.rank] = self.heap
-        bases = self.exchange("init", self.heap.data_ptr())
+        bases, sizes = zip(*self.exchange("init", (self.heap.data_ptr(), heap_bytes)), strict=True)
+        self._check_heaps(sizes)
         self.deltas = [base - self.heap.data_ptr() for base in bases]
         self.copy_engine = VirtualCopyEngine(self)
 

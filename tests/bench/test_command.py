@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machi
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("bench")(logged(bench))
 # One of each form of shapes runs in fp32, the other ops in bf16.
-# Designs that take fp32, of an op with one that does not.
-OF_FP32 = {"gathered-prefill-attention": ["--providers", "weft.auto,weft.gathered"]}
 IN_FP32 = ("all-reduce", "all-reduce-rms-norm", "decode-attention", "moe-combine")
 SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
@@ -39,7 +37,6 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     plot = ["--plot", str(picture)] if plotted and pytest.importorskip("matplotlib") else []
     timed = plotted or dtype == "fp32"
     only = [] if timed else ["--check-only"]
-    only += OF_FP32.get(op, []) if dtype == "fp32" else []
     result = CliRunner().invoke(app, [op, "--dtype", dtype, "--json", str(file), *plot, *only, *SMALL.get(op, [])])
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
@@ -47,6 +44,9 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
     assert not plotted or picture.read_text().startswith("<svg")
     for row in found.rows:
+        if (op, dtype, row.provider) == ("gathered-prefill-attention", "fp32", "weft.pipelined"):
+            assert row.reason.startswith("refused: ")
+            continue
         ports = "sorted-blocks", "triton-distributed"
         if row.role == "weft" or row.provider in ("weft.gemm_alone", *ports) or row.provider.startswith("tiles."):
             assert row.max_abs_error is not None
@@ -60,6 +60,38 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
                 else "needs GPUs; these are simulated ranks"
             )
             assert absent in row.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "shown", "reason"),
+    [
+        (
+            None,
+            0,
+            "refused",
+            "refused: gathered_prefill_attention: algorithm='pipelined' does not take this call: cuDNN",
+        ),
+        (ValueError("no such size"), 1, "–", "no such size"),
+        (TypeError("gathered_prefill_attention: no"), 1, "–", "TypeError: gathered_prefill_attention: no"),
+    ],
+    ids=["refused by name", "another ValueError", "another error"],
+)
+def test_a_design_that_refuses_a_call_by_name_has_not_failed(error, status, shown, reason, monkeypatch):
+    op = op_of("gathered-prefill-attention")
+    choose = type(op).choose
+
+    def failing(self, call, machine):
+        if error is not None and call.design == "pipelined":
+            raise error
+        return choose(self, call, machine)
+
+    monkeypatch.setattr(type(op), "choose", failing)
+    words = [op.alias, "--dtype", "fp32", "--check-only", "--providers", "weft.gathered,weft.pipelined"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == status, result.output
+    cells = next(line.split() for line in result.stdout.splitlines() if line.startswith("8x4x2x16"))
+    assert cells[1:3] == ["right", shown]
+    assert reason in result.stdout
 
 
 def test_designs_are_checked_in_the_simulator_and_by_name():

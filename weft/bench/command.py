@@ -224,7 +224,10 @@ class BenchFlags:
 
 
 def bench(asked: BenchFlags) -> None:
-    """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
+    """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere.
+
+    A design that does not take a dtype or shape, and says so by name, is shown as refused.
+    """
     with one_line_errors(asked.traceback):
         from weft.bench.harness.bench import Options
 
@@ -407,4 +410,8 @@ def show(reports: list[Report]) -> None:
 
 
 def weft_failed(reports: list[Report]) -> bool:
-    return any(row.role == "weft" and row.reason and row.median_us is None for report in reports for row in report.rows)
+    """True if weft was wrong or did not run at some shape, other than a design that refused it."""
+    from weft.bench.harness.report import REFUSED
+
+    rows = [row for report in reports for row in report.rows if row.role == "weft" and row.median_us is None]
+    return any(row.reason and not row.reason.startswith(REFUSED) for row in rows)

@@ -20,6 +20,10 @@ class Unavailable(Exception):
     """Error: a provider cannot run a problem here. Its message is the reason in the table."""
 
 
+class Refused(Exception):
+    """Error: a design does not take this call, and says so by its op's name. No failure: see ``REFUSED``."""
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

@@ -18,6 +18,8 @@ ROLES = ("weft", "other", "ceiling")
 # "graph": events in a CUDA graph. "around": whole graphs (see the protocol). "eager": events on the stream.
 # "wall": the host's clock. "host": the simulator's, which means nothing.
 MODES = ("graph", "around", "eager", "wall", "host")
+# Beginning of the reason of a row whose design does not take its dtype or shape.
+REFUSED = "refused: "
 # Former names of providers, which commands and results name.
 RENAMED = {
     "weft.segments": "weft.pipelined", "weft.library": "weft.sequential",

@@ -20,7 +20,8 @@ from weft.arguments import did_you_mean
 from weft.bench import names
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.meters import Meter, Stuck
-from weft.bench.harness.provider import Prepared, Provider, Result, Unavailable, Verdict, named_by
+from weft.bench.harness.provider import Prepared, Provider, Refused, Result, Unavailable, Verdict, named_by
+from weft.bench.harness.report import REFUSED
 from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ def together(team: Team, action: Callable[[], T], launches: str | None = None) -
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, Refused):
+        return f"{REFUSED}{text}"[:300]
     spoken = isinstance(error, (WeftError, ValueError, Unavailable, Failed))
     return (text if spoken else f"{type(error).__name__}: {text}")[:300]
 

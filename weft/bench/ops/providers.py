@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from weft.bench.harness.baselines import baselines_for
-from weft.bench.harness.provider import Prepared, Provider
+from weft.bench.harness.provider import Prepared, Provider, Refused, Result
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.fp8_baselines import FP8_BASELINES
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import computes, op_of
-from weft.ops.op import Op
+from weft.ops.op import Op, registered
 from weft.plan.planned import AUTO, Planned, machine_of
+
+T = TypeVar("T")
 
 
 def providers_for(op: str, baselines: Path | None = None) -> tuple[Provider, ...]:
@@ -35,9 +38,7 @@ def _of_weft(op: Op, variants: Sequence[str]) -> list[Provider]:
             replace(
                 auto,
                 name=f"weft.{design}",
-                make=lambda problem, design=design: prepared(
-                    problem, plan_of(problem, design).design if problem.computes else design
-                ),
+                make=lambda problem, design=design: of_design(problem, design),
                 on_request=computes(op) or design in op.rare,
                 rare=design in op.rare,
             )
@@ -45,6 +46,33 @@ def _of_weft(op: Op, variants: Sequence[str]) -> list[Provider]:
             if design != AUTO and op.offers(design, variants)
         ),
     ]
+
+
+def of_design(problem: OpProblem, design: str) -> Prepared:
+    """``prepared`` by the design of this name.
+
+    Refused, here or at the first call, if the design does not take the problem's call.
+    """
+    made = asked(lambda: prepared(problem, plan_of(problem, design).design if problem.computes else design))
+    run = made.run
+
+    def first(number: int) -> Result:
+        result = asked(lambda: run(number))
+        made.run = run
+        return result
+
+    made.run = first
+    return made
+
+
+def asked(action: Callable[[], T]) -> T:
+    """Result of ``action``; Refused for a ValueError that an op says by its name."""
+    try:
+        return action()
+    except ValueError as error:
+        if str(error).partition(":")[0] in {op.name for op in registered()}:
+            raise Refused(str(error)) from error
+        raise
 
 
 def prepared(problem: OpProblem, design: object = AUTO) -> Prepared:

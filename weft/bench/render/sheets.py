@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from weft.bench.harness.limits import GPUS
 from weft.bench.harness.report import (
+    REFUSED,
     Report,
     Row,
     best_other,
@@ -218,7 +219,7 @@ def cell(row: Row | None, milli: bool) -> str:
     if row.median_us is None:
         if not row.reason:
             return "right"
-        return "WRONG" if row.reason.startswith("wrong") else NONE
+        return "WRONG" if row.reason.startswith("wrong") else "refused" if row.reason.startswith(REFUSED) else NONE
     text = _time(row.median_us, milli) + ("*" if row.mode == "eager" else "")
     if row.chain_us is not None and not milli:
         text += f" ({microseconds(row.chain_us)})"

@@ -40,13 +40,17 @@ about-test:
 test-gpu: .venv/.ready
 	.venv/bin/python -m pytest -q -m gpu tests
 
+# All commands run; those that failed are listed at the end.
 sweep: .venv/.ready .venv-newest/.ready
-	.venv/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" tests
-	.venv-newest/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" --triton-sensitive tests
-	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
-	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
-	.venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16
-	.venv/bin/python scripts/package_check.py
+	@failed=; \
+	try() { echo "$$*"; "$$@" || failed="$$failed$$(printf '\n  %s' "$$*")"; }; \
+	try .venv/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" tests; \
+	try .venv-newest/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" --triton-sensitive tests; \
+	try .venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16; \
+	try .venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8; \
+	try .venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16; \
+	try .venv/bin/python scripts/package_check.py; \
+	[ -z "$$failed" ] || { echo "weft: these commands of the sweep failed:$$failed"; exit 1; }
 
 contracts: $(TRITONS:%=build/triton-%)
 	for triton in $^; do \

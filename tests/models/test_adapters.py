@@ -280,14 +280,6 @@ def test_an_adapter_that_contradicts_itself_or_is_damaged_is_refused(tmp_path, c
         read_adapter("one", directory)
 
 
-def test_adapters_are_not_added_over_weights_in_4_bits(make_checkpoint, tmp_path):
-    directory, model = make_checkpoint(**FAMILIES["llama-3"])
-    make_adapter(tmp_path / "one", model, ["q_proj"], 4, 0)
-    options = {"quantization": "mxfp4"}
-    with pytest.raises(ValueError, match="lora with weights in mxfp4: adapters are added over weights of 32, 16 and 8"):
-        weft.simulate(loaded, 1, args=(directory, {"one": tmp_path / "one"}, options))
-
-
 def test_a_request_names_an_adapter_that_is_there(adapters):
     directory, lora, _ = adapters("llama-3")
 

@@ -6,7 +6,8 @@ import torch
 import weft
 from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
 from tests.four_bit_checkpoints import CONFIGS, reference, write
-from tests.models.test_fp8_models import MODES, SIZES
+from tests.models.test_adapters import ATTENTION, MLP, make_adapter, of_rows
+from tests.models.test_fp8_models import MODES, SIZES, adapted_logits
 from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
@@ -96,6 +97,45 @@ def test_mixtures_are_the_plain_model(in_four_bits, plain_ops, family, name, wor
     sizes = MIXTURES[family]
     directory, _, model, matrices = in_four_bits(name, **sizes)
     check(directory, model, matrices, mode, world_size, steps=4, expert_layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "targets", "mode"),
+    [
+        ("mxfp4", 2, [*ATTENTION, *MLP], "auto"),
+        ("int4-zeros", 1, ["q_proj", "down_proj"], "replicated"),
+        ("int4-channel", 3, ["o_proj", "up_proj"], "sequence_parallel"),
+    ],
+)
+def test_rows_with_adapters_are_those_of_merged_weights(
+    in_four_bits, plain_ops, tmp_path, name, world_size, targets, mode
+):
+    """Beside rows without one, which are the plain model's."""
+    directory, _, model, matrices = in_four_bits(name, world_size=world_size)
+    base = reference(model, matrices)
+    merged, tokens = make_adapter(tmp_path / "one", base, targets, 4, 1), prompt(3, 7)
+    rows = [(merged if number % 2 else base, row[None]) for number, row in enumerate(tokens)]
+    expected = torch.cat([reference_logits(*row) for row in rows])
+    assert relative_rms(reference_logits(base, tokens[1:2]), expected[1:2]) > 0.1, "the adapter changes nothing"
+    arguments = (directory, {"one": tmp_path / "one"}, [None, "one", None], tokens, mode)
+    for logits in weft.simulate(of_rows, world_size, args=arguments):
+        for one, other in zip(logits, expected, strict=True):
+            assert relative_rms(one, other) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_adapters_over_weights_made_at_load_by_simulated_kernels(in_four_bits, tmp_path, name):
+    """In bf16 they are as near to the plain model as torch's operations."""
+    _, source, model, matrices = in_four_bits(name)
+    base, tokens = reference(model, matrices), prompt(2, 3)
+    merged = make_adapter(tmp_path / "one", base, ["v_proj", "o_proj", "gate_proj"], 4, 1)
+    expected = torch.cat([reference_logits(one, row[None]) for one, row in zip((base, merged), tokens, strict=True)])
+    options = {"dtype": torch.bfloat16, "quantization": name}
+    by_torch, by_kernels = (
+        weft.simulate(adapted_logits, 2, args=(source, tmp_path / "one", tokens, options | {"fused": fused}))[0]
+        for fused in (False, True)
+    )
+    assert relative_rms(by_kernels, expected) <= 1.2 * relative_rms(by_torch, expected) < 0.1
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])

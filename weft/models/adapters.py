@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -195,54 +195,68 @@ def _fill(
     dtype: torch.dtype,
 ) -> None:
     """Set `lora` of layers whose matrices lie below a prefix; None where no adapter changes them."""
-    by_name = {name.removesuffix(".weight"): shard for name, shard in shards.items() if name.endswith("_proj.weight")}
-    shapes = {name: shard.shape for name, shard in by_name.items()}
     for layer in layers:
-        parts = list(_parts(layer))
-        of_adapters = [[adapter.pair(prefix, name, shapes, joined) for name, _, _ in parts] for adapter in adapters]
+        parts = list(_parts(layer, shards))
+        shapes = {part.name: part.shape for part in parts}
+        of_adapters = [[adapter.pair(prefix, part.name, shapes, joined) for part in parts] for adapter in adapters]
         if all(pair is None for pairs in of_adapters for pair in pairs):
             layer.lora = None
             continue
-        weight = layer.weight
+        N, K = layer.matrix.shape
         rank = next(rank for rank in RANKS if rank >= max(adapter.rank for adapter in adapters))
-        A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1], dtype=dtype)
-        B = weight.new_zeros(len(adapters), weight.shape[0], rank, dtype=dtype)
+        A = layer.weight.new_zeros(len(adapters), len(parts) * rank, K, dtype=dtype)
+        B = layer.weight.new_zeros(len(adapters), N, rank, dtype=dtype)
         for pairs, *of_adapter in zip(of_adapters, A, B, strict=True):
-            _fill_adapter(*of_adapter, rank, parts, by_name, pairs)
-        scale = torch.tensor([adapter.scale for adapter in adapters], dtype=torch.float32, device=weight.device)
-        layer.lora = Lora(A, B, scale, tuple(first + size for _, first, size in parts))
+            _fill_adapter(*of_adapter, rank, parts, pairs)
+        scale = torch.tensor([adapter.scale for adapter in adapters], dtype=torch.float32, device=A.device)
+        layer.lora = Lora(A, B, scale, tuple(part.first + part.size for part in parts))
+
+
+class Part(NamedTuple):
+    """Matrix of a checkpoint in a layer's weight.
+
+    first, size    its rows here
+    shape          of the whole matrix
+    rows, columns  of the whole matrix that are here
+    order          of these rows; None: as in the checkpoint
+    """
+
+    name: str
+    first: int
+    size: int
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+    order: torch.Tensor | None = None
+
+
+def _parts(layer: ColumnParallelLinear | RowParallelLinear, shards: Mapping[str, Shard]) -> Iterator[Part]:
+    """Matrices in a layer's weight, whose rows lie as its shards say."""
+    if isinstance(layer, RowParallelLinear):
+        rows, begin = len(layer.weight), layer.team.rank * layer.local
+        columns = slice(begin, begin + layer.local)
+        yield Part(layer.name, 0, rows, (rows, layer.in_features), slice(None), columns)
+        return
+    first = 0
+    for name, rows in layer.parts.items():
+        shard = shards.get(f"{name}.weight")  # None: stored in 4 bits, without another order
+        here = slice(rows.start, rows.start + rows.size)
+        shape = rows.total, layer.in_features
+        yield Part(name, first, rows.size, shape, here, slice(None), None if shard is None else shard.order)
+        first += rows.size
 
 
 def _fill_adapter(
     A: torch.Tensor,
     B: torch.Tensor,
     rank: int,
-    parts: Sequence[tuple[str, int, int]],
-    shards: Mapping[str, Shard],
+    parts: Sequence[Part],
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
 ) -> None:
     """Fill A [P * rank, K] and B [N, rank] of one adapter by the pairs of P matrices, None: zeros."""
-    for number, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
+    for number, (part, pair) in enumerate(zip(parts, pairs, strict=True)):
         if pair is not None:
-            a, b = _own(shards[name], *pair)
+            a, b = pair[0][:, part.columns], pair[1][part.rows]
             A[number * rank : number * rank + len(a)] = a.to(A)
-            B[first : first + size, : b.shape[1]] = b.to(B)
-
-
-def _parts(layer: ColumnParallelLinear | RowParallelLinear) -> Iterator[tuple[str, int, int]]:
-    """(name, first row here, rows here) of the matrices in a layer's weight."""
-    if isinstance(layer, RowParallelLinear):
-        yield layer.name, 0, len(layer.weight)
-        return
-    first = 0
-    for name, rows in layer.parts.items():
-        yield name, first, rows.size
-        first += rows.size
-
-
-def _own(shard: Shard, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of an adapter: rows of B as the matrix's own, or columns of A."""
-    if shard.dim == 1:
-        return a[:, shard.start : shard.start + shard.target.shape[1]], b
-    rows = b[shard.start : shard.start + len(shard.target)]
-    return a, rows if shard.order is None else rows[shard.order.to(rows.device)]
+            b = b if part.order is None else b[part.order.to(b.device)]
+            B[part.first : part.first + part.size, : b.shape[1]] = b.to(B)

@@ -313,12 +313,6 @@ class Decoder(nn.Module):
         """
         if self.mode in ("reference", "invariant"):
             raise ValueError(f"lora with mode={self.mode!r}: it runs no adapters; choose another mode")
-        quantization = self.config.quantization
-        if quantization is not None and quantization.format.bits < 8:
-            raise ValueError(
-                f"lora with weights in {quantization.format.name}: adapters are added over weights of 32, 16 and 8 bits; take "
-                f"such a checkpoint, or quantization='fp8'"
-            )
         load_adapters(
             directories,
             zip(self.span, self.layers, strict=True),

@@ -8,6 +8,7 @@ import torch
 import weft
 from weft import ops
 from weft.costs.gpu import named
+from weft.kernels.fp8 import quantized_weight
 from weft.layers import PagedCache, Step, plan_layer, rotary_angles
 from weft.ops.attention import parts
 from weft.parallel import fused, plain
@@ -85,6 +86,28 @@ def check(options, calls):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_fused_attention_is_that_of_torch(options, prompts):
     check(OPTIONS[options], PROMPTS[prompts])
+
+
+def test_gates_take_rows_of_16_bits_before_a_weight_in_fp8():
+    """Without gates the kernel before such a weight writes its rows in fp8."""
+    generator = torch.Generator().manual_seed(5)
+    gated, o = (
+        torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+        for shape in ((6, 2 * (HEADS + KV_HEADS) * D), (HIDDEN, HEADS * D))
+    )
+    w = AttentionWeights(torch.empty(0), quantized_weight(o, "block"), None, None, 1e-6, HEADS, KV_HEADS, D, gated=True)
+    pages = torch.tensor([[1]], dtype=torch.int32)
+
+    def main(team, local):
+        cache = PagedCache(1, 2, KV_HEADS, PAGE, D, dtype=torch.bfloat16, device="cpu").layer(0)
+        plan = plan_layer(1, mode="replicated", team=team, fused=local.FUSED)
+        prompt = Step.prefill([(0, 5)], pages, PAGE, ANGLES, plan, HEADS // KV_HEADS, torch.bfloat16)
+        decode = Step.decode(torch.tensor([5]), pages, PAGE, ANGLES, plan, KV_HEADS)
+        return [local.attend(rows, w, step, cache) for rows, step in ((gated[:5], prompt), (gated[5:], decode))]
+
+    found, expected = (weft.simulate(main, 1, args=(local,))[0] for local in (fused, plain))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("options", ["bias", "window", "wide window", "all"])

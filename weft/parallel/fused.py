@@ -114,7 +114,8 @@ def attend(
     cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, of
     several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
-    Gated attention is four launches more, of torch's operations: one joins q with k and v, three multiply by the gates.
+    Gated attention is four launches more, of torch's operations: one joins q with k and v, three multiply rows of 16 bits by
+    the gates.
 
     cache  as for weft.parallel.plain
     """
@@ -124,7 +125,17 @@ def attend(
         return _delta_net(tensor_of(qkv), w, step, cache)
     if w.gated:
         qkv, gate = without_gates(tensor_of(qkv), w)
-        return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
+        return _attended(qkv, w, step, cache) * gate.sigmoid()
+    return _attended(qkv, w, step, cache)
+
+
+def _attended(
+    qkv: Tensor | SplitK | DeferredNorm,
+    w: AttentionWeights,
+    step: Step | Sequences,
+    cache: tuple[Tensor, ...] | None,
+) -> Tensor | Fp8:
+    """``attend`` without gates; ``qkv`` has none."""
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
     scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))

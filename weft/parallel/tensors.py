@@ -163,8 +163,8 @@ class AttentionWeights(NamedTuple):
 
     @property
     def last_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows of attention; None: adapters take them too."""
-        return self.o if self.o_lora is None else None
+        """Weight of the only GEMM that takes the rows of attention; None: gates or adapters take them."""
+        return None if self.gated or self.o_lora is not None else self.o
 
     @property
     def scores(self) -> Scores:

@@ -39,9 +39,7 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     """
     if isinstance(step, Sequences):
         step, cache = paged(step, w, qkv)
-    if w.gated:
-        qkv, gate = without_gates(qkv, w)
-        return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
+    qkv, gate = without_gates(qkv, w) if w.gated else (qkv, None)
     (keys, values), scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     angles = step.angles if isinstance(step, WholeSequences) else table_of(step.angles, w.rotary)
     head = w.q_norm, w.k_norm, w.eps, angles
@@ -53,6 +51,7 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
         given = q, keys, values, step.pages, step.lengths
         rows = ops.paged_attention(*given, tickets=step.tickets, queries=step.queries, invariant=True, **options)
     rows, format = rows.reshape(step.tokens, w.heads * w.head_dim), rows_for(w.o, q.dtype)
+    rows = rows if gate is None else rows * gate.sigmoid()
     return rows if format is None else quantized_rows(rows, format, capabilities_of(rows.device))
 
 

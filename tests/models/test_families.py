@@ -34,6 +34,8 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
             changes |= {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
         if name == "olmoe":
             changes["hidden_size"] = 96  # of all heads together, in transformers' norms
+        if name == "qwen3-next":
+            changes["initializer_range"] = 0.08  # of 0.1 transformers' own logits are 1.2e-5 from those in fp64
     return make_checkpoint(**FAMILIES[name] | changes)
 
 

@@ -61,7 +61,7 @@ fi
 
 # with_packages ENGINE COMMAND…: in place of this shell, with the engine's packages and caches, no network and no NVLink multicast
 with_packages() {
-    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=()
+    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=() driver
     shift
     [ "$engine" = weft ] || [ "$archives" = - ] || path=$PWD:/tmp/$engine-site
     case $engine in
@@ -70,11 +70,15 @@ with_packages() {
             VLLM_DEEP_GEMM_WARMUP=skip "TRITON_CACHE_DIR=$cache/triton")
         ;;
     sglang)
+        # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name.
+        driver=$(ldconfig -p | awk '/libcuda.so.1/ { print $NF; exit }')
+        [ -z "$driver" ] || { mkdir -p "$cache/lib" && ln -sfn "$driver" "$cache/lib/libcuda.so"; }
         # DeepGEMM's kernels are compiled when they are first called, in place of all sizes in ten minutes; the memory of two
         # GPUs differs while other engines start.
-        variables=(SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0 "SGLANG_CACHE_DIR=$cache/sglang"
-            "SGLANG_DG_CACHE_DIR=$cache/deep_gemm" "TVM_FFI_CACHE_DIR=$cache/tvm-ffi" "FLASHINFER_WORKSPACE_BASE=$cache"
-            "TRITON_CACHE_DIR=$cache/triton" "TORCHINDUCTOR_CACHE_DIR=$cache/inductor")
+        variables=("LIBRARY_PATH=$cache/lib:${LIBRARY_PATH:-}" SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
+            SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0 "SGLANG_CACHE_DIR=$cache/sglang" "SGLANG_DG_CACHE_DIR=$cache/deep_gemm"
+            "TVM_FFI_CACHE_DIR=$cache/tvm-ffi" "FLASHINFER_WORKSPACE_BASE=$cache" "TRITON_CACHE_DIR=$cache/triton"
+            "TORCHINDUCTOR_CACHE_DIR=$cache/inductor")
         ;;
     esac
     exec env "PYTHONPATH=$path:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TQDM_DISABLE=1 NCCL_NVLS_ENABLE=0 \

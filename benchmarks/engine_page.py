@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine_page > docs/beside-vllm.md
 
-Each model, form of its weights and number of drafts that both engines have in a folder of FOLDERS is a table; all rows are
-printed, also where weft is slower.
+Each model, form of its weights and number of drafts that weft and another engine have in a folder of FOLDERS is a table; all
+rows are printed, also where weft is slower.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 LAB = Path(__file__).parent / "lab"
 FOLDERS = ("h200-x2-vllm-0.26",)
-HEAD = """# weft beside vLLM
+OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
+HEAD = """# weft beside vLLM and SGLang
 
-The same requests, answered by both engines on the same GPUs, one engine after the other on one machine: random weights, prompts
+The same requests, answered by each engine on the same GPUs, one engine after the other on one machine: random weights, prompts
 of random tokens, greedy answers of 65 tokens, no prefix caching. *First* is the time of `generate()` for one token, *a token*
 the further time divided by the further tokens, *tokens/s* the new tokens of all sequences over the whole time. Ratios are
-vLLM's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
+the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
 `python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from [its files](../benchmarks/lab/FOLDER).
 
 vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, vLLM's all-reduce, its tuned tables of experts, and
@@ -29,6 +30,12 @@ for blocks of fp8 the kernels that it chooses itself. It captures graphs of exac
 package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
 kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its
 KV cache has a fixed size, because several engines start at the same time; one is measured while the others wait.
+
+SGLang runs with its defaults for Hopper: CUDA graphs of prompts and of decode steps, the overlapped scheduler,
+FlashAttention 3, its all-reduce, FlashInfer's fused one for mixtures, DeepGEMM for dense layers in blocks of fp8, and
+Triton with its tuned tables for experts. Graphs of decode steps are of exactly the measured batches, the KV cache has the
+bytes of vLLM's, and DeepGEMM's kernels are compiled as they are called, not all at the start. Left out of its package:
+kernels of heads other than 128, code for other GPUs, and what needs CuTe DSL.
 """.replace("FOLDER", FOLDERS[0])
 
 
@@ -36,55 +43,72 @@ def key_of(report: dict[str, Any]) -> tuple[str, str, int]:
     return report["model"], report.get("quantization") or "bf16", report.get("drafts", 0)
 
 
-def pairs(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(weft's report, vLLM's) of each setting that has both, by name."""
-    reports: dict[str, dict[tuple[str, str, int], dict[str, Any]]] = {"weft": {}, "vllm": {}}
+def compared(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(weft's report, those of other engines) of each setting that weft and another engine have, by name."""
+    reports: dict[str, dict[tuple[str, str, int], dict[str, Any]]] = {name: {} for name in ("weft", *OTHERS)}
     for file in sorted(folder.glob("*.json")):
         report = json.loads(file.read_text())
         if report.get("engine") in reports:
             reports[report["engine"]][key_of(report)] = report
-    return [(ours, reports["vllm"][key]) for key, ours in sorted(reports["weft"].items()) if key in reports["vllm"]]
+    ours = reports.pop("weft")
+    settings = [(ours[key], [one[key] for one in reports.values() if key in one]) for key in sorted(ours)]
+    return [(one, others) for one, others in settings if others]
 
 
 def tokens_a_second(row: dict[str, Any], new: int = 64) -> float:
     return row["prompts"] * (1 + new) / (row["first_ms"] + new * row["per_token_ms"]) * 1e3
 
 
-def section(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def figures(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["–"] * 3
+    return [f"{row['first_ms']:.1f}", f"{row['per_token_ms']:.2f}", f"{tokens_a_second(row):,.0f}"]
+
+
+def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     """A table, with what was special of its runs."""
     model, form, drafts = key_of(ours)
     speculation = f", {drafts} drafts of its MTP head, {ours['acceptance']} tokens a step" if drafts else ""
     lines = [
         f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {ours['world_size']} x {ours['device']}", "",
-        f"| prompts x tokens | weft: first, ms | a token, ms | tokens/s | vLLM {other['version']}: first, ms | a token, ms "
-        "| tokens/s | first, ratio | a token, ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + "".join(
+            f"{OTHERS[other['engine']]} {other['version']}: first, ms | a token, ms | tokens/s "
+            "| first, ratio | a token, ratio |"
+            for other in others
+        ),
+        "|---|---:|---:|---:|" + "---:|---:|---:|---:|---:|" * len(others),
     ]  # fmt: skip
-    rows = {(row["prompts"], row["tokens"]): row for row in other["rows"]}
-    ratios = []
+    ratios: dict[str, list[list[float]]] = {other["engine"]: [] for other in others}
     for row in ours["rows"]:
-        cells = [f"{row['prompts']}x{row['tokens']}"]
-        beside = rows.get((row["prompts"], row["tokens"]))
-        for one in (row, beside):
-            cells += (
-                ["–"] * 3
-                if one is None
-                else [f"{one['first_ms']:.1f}", f"{one['per_token_ms']:.2f}", f"{tokens_a_second(one):,.0f}"]
-            )
-        if beside is not None:
-            ratios.append([beside[field] / row[field] for field in ("first_ms", "per_token_ms")])
-            cells += [f"{ratio:.2f}" for ratio in ratios[-1]]
-        lines.append("| " + " | ".join(cells) + (" |" if beside is not None else " | – | – |"))
-    mean = [math.exp(sum(math.log(one[at]) for one in ratios) / len(ratios)) for at in (0, 1)] if ratios else [1.0, 1.0]
-    ready = (
-        f"weft is ready after {ours['ready_seconds']:.0f} s and vLLM after {other['ready_seconds']:.0f} s, caches cold"
-    )
+        cells = [f"{row['prompts']}x{row['tokens']}", *figures(row)]
+        for other in others:
+            shapes = {(one["prompts"], one["tokens"]): one for one in other["rows"]}
+            beside = shapes.get((row["prompts"], row["tokens"]))
+            cells += figures(beside)
+            if beside is None:
+                cells += ["–"] * 2
+                continue
+            both = [beside[field] / row[field] for field in ("first_ms", "per_token_ms")]
+            ratios[other["engine"]].append(both)
+            cells += [f"{ratio:.2f}" for ratio in both]
+        lines.append("| " + " | ".join(cells) + " |")
+    means = [
+        f"{OTHERS[other['engine']]} {mean(ratios[other['engine']], 0):.2f} and {mean(ratios[other['engine']], 1):.2f}"
+        for other in others
+    ]
+    ready = [f"{OTHERS[other['engine']]} after {other['ready_seconds']:.0f} s" for other in others]
     lines += [
         "",
-        f"Geometric means {mean[0]:.2f} and {mean[1]:.2f}; {ready}; weft at {ours['revision'].split()[0][:8]}.",
+        f"Geometric means: {'; '.join(means)}. Caches cold, weft is ready after {ours['ready_seconds']:.0f} s, "
+        f"{', '.join(ready)}; weft at {ours['revision'].split()[0][:8]}.",
         "",
     ]
     return lines
+
+
+def mean(ratios: list[list[float]], at: int) -> float:
+    """Geometric mean, 1 of none."""
+    return math.exp(sum(math.log(one[at]) for one in ratios) / max(len(ratios), 1))
 
 
 def folders() -> list[Path]:
@@ -94,8 +118,8 @@ def folders() -> list[Path]:
 def page(folders: list[Path]) -> str:
     lines = [HEAD]
     for folder in folders:
-        for ours, other in pairs(folder):
-            lines += section(ours, other)
+        for ours, others in compared(folder):
+            lines += section(ours, others)
     return "\n".join(lines).rstrip() + "\n"
 
 

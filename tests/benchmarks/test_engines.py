@@ -134,12 +134,22 @@ def report(engine, per_token, **more):
 
 
 def test_the_page_pairs_runs_of_one_setting(tmp_path):
-    runs = report("weft", 2.0), report("vllm", 3.0), report("weft", 1.0, drafts=3, acceptance=2.5)
+    runs = (
+        report("weft", 2.0),
+        report("vllm", 3.0),
+        report("weft", 1.0, drafts=3, acceptance=2.5),
+        report("sglang", 2.5),
+    )
     for number, run in enumerate(runs):
         (tmp_path / f"{number}.json").write_text(json.dumps(run))
     page = engine_page.page([tmp_path])
     assert page.count("## m, bf16") == 1
-    assert "| 8x128 | 10.0 | 2.00 | 3,768 | 10.0 | 3.00 | 2,574 | 1.00 | 1.50 |" in page
+    assert page.count("##") == 1
+    assert (
+        "| 8x128 | 10.0 | 2.00 | 3,768 | 10.0 | 3.00 | 2,574 | 1.00 | 1.50 | 10.0 | 2.50 | 3,059 | 1.00 | 1.25 |"
+        in page
+    )
+    assert "Geometric means: vLLM 1.00 and 1.50; SGLang 1.00 and 1.25." in page
 
 
 @pytest.mark.parametrize(

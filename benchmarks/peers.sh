@@ -9,15 +9,16 @@
 #   titan       layers of torchtitan's Llama 3 8B, its tensor parallelism without and with weft
 #   flashinfer  FlashInfer's all-reduce with norm, and its AG-GEMM in Triton
 #   deepgemm    DeepGEMM's fp8 GEMMs on one GPU: those of all experts, and dense ones
+#   megamoe     DeepGEMM's MegaMoE, a whole mixture of experts in fp8 over the GPUs; compiled for all shapes at the same time first
 set -u
 cd "$(dirname "$0")/.." || exit 1
 out=${1:?OUT is missing} folder=${2:?FOLDER is missing}
 shift 2
-[ $# -gt 0 ] || set -- titan flashinfer deepgemm
+[ $# -gt 0 ] || set -- titan flashinfer deepgemm megamoe
 for step in "$@"; do
     case $step in
-    titan | flashinfer | deepgemm) ;;
-    *) echo "$0: step $step is not one of titan, flashinfer, deepgemm" >&2 && exit 2 ;;
+    titan | flashinfer | deepgemm | megamoe) ;;
+    *) echo "$0: step $step is not one of titan, flashinfer, deepgemm, megamoe" >&2 && exit 2 ;;
     esac
 done
 world=${WORLD_SIZE:-2} site=${TMPDIR:-/tmp}/weft-peers
@@ -69,6 +70,13 @@ for step in "$@"; do
             || failed="$failed deepgemm-grouped"
         timed deepgemm-dense deepgemm benchmarks.fp8_gemm "$out/fp8-gemm.json" --no-sweep --seconds 45 --rows 16,128,4096 \
             || failed="$failed deepgemm-dense"
+        ;;
+    megamoe)
+        for shape in qwen3-30b-a3b:128 qwen3-30b-a3b:4096 deepseek-v3:128 deepseek-v3:4096; do
+            timed "megamoe-compile-${shape//:/-}" deepgemm benchmarks.mega_moe "$shape" --once --world-size "$world" &
+        done
+        wait
+        timed megamoe deepgemm benchmarks.mega_moe --world-size "$world" --json "$out/megamoe.json" || failed="$failed megamoe"
         ;;
     esac
 done

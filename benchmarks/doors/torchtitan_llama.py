@@ -185,7 +185,7 @@ def measure(team: Any, sizes: tuple[str, int, int], steps: int, file: Path | Non
     default, theirs, ours = rows
     failed = [row["what"] for row in rows if "failed" in row]
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        raise RuntimeError(f"failed: {', '.join(failed)}")
     apart = max(abs(one / other - 1) for one, other in zip(ours["losses"], theirs["losses"], strict=True))
     if team.rank == 0:
         gain, over_default = (ours["tokens_per_second"] / row["tokens_per_second"] for row in (theirs, default))

@@ -40,7 +40,7 @@ def test_every_command_is_valid(run, tmp_path):
     assert done.returncode == 0 and "done" in done.stdout, done
     modules = [words[0] for words in commands(tmp_path)]
     assert set(modules) == {
-        "benchmarks.doors.torchtitan_llama", "weft", "benchmarks.fp8_grouped", "benchmarks.fp8_gemm",
+        "benchmarks.doors.torchtitan_llama", "weft", "benchmarks.fp8_grouped", "benchmarks.fp8_gemm", "benchmarks.mega_moe",
     }  # fmt: skip
     assert all(importlib.util.find_spec(module) for module in modules)
     [words] = [words[2:] for words in commands(tmp_path) if words[0] == "weft"]

@@ -4,7 +4,8 @@
 
 PACKAGES holds sgl-deep-gemm 0.1.5.post1 with apache-tvm-ffi 0.1.11 (5 MB). It compiles its kernels by nvcc at the first call, a
 kernel for each model, number of ranks and of tokens; --once calls each once and times nothing, so that several such runs at the
-same time compile for a run after them. It needs torch's symmetric memory and no NVSHMEM, and no multicast.
+same time compile for a run after them. It needs torch's symmetric memory, outside of torch's pool
+(TORCH_SYMMMEM_IMPLICIT_POOL=0, as benchmarks/peers.sh sets it), and neither NVSHMEM nor multicast.
 
 A layer is the router's GEMM, the choice of k experts, and the experts; x is in bf16. Weights have scales of 128 x 128 blocks;
 MegaMoE rounds rows between the GEMMs by groups of 64 columns, weft by groups of 128. Up to MOST_EXACT tokens the results are
@@ -82,6 +83,8 @@ def by_deep_gemm(team: Any, layer: Layer) -> Callable[[], torch.Tensor]:
     buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
         team.group, mixture.experts, len(x), mixture.k, mixture.hidden, mixture.features
     )
+    if buffer.handle.buffer_ptrs[team.rank] != buffer.buffer.data_ptr():
+        raise RuntimeError("its buffer is a part of an allocation of torch's pool; set TORCH_SYMMMEM_IMPLICIT_POOL=0")
     # As bytes: torch may lack a copy of e4m3.
     first = layer.gate_up.data.view(torch.uint8), layer.gate_up.scales
     (mixed, scales), down = deep_gemm.transform_weights_for_mega_moe_sm90(first, (layer.down.data, layer.down.scales))

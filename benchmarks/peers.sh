@@ -25,6 +25,8 @@ world=${WORLD_SIZE:-2} site=${TMPDIR:-/tmp}/weft-peers
 mkdir -p "$out" "$site"
 # A mapping with multicast would need the fabric's; nothing here uses it.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+# FlashInfer and DeepGEMM take an allocation's start for their tensor's, which torch's pool of symmetric memory breaks.
+export TORCH_SYMMMEM_IMPLICIT_POOL=0
 begin=$SECONDS
 say() { echo "[$((SECONDS - begin)) s] $*"; }
 

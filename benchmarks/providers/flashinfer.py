@@ -19,6 +19,8 @@ from weft.ops.collectives.all_reduce_rms_norm import CASES_EPS
 from .moe_packages import package
 
 HOW = "`pip install flashinfer-python==0.7.2.post1`, or benchmarks/peers.sh with its archive"
+# It takes the start of an allocation for the tensor's.
+POOL = "torch's pool put symmetric tensors into one allocation; set TORCH_SYMMMEM_IMPLICIT_POOL=0, as benchmarks/peers.sh does"
 TILE = 128
 GROUP = 8  # rows of tiles that share columns in the cache
 
@@ -31,13 +33,19 @@ def all_reduce_norm(problem: OpProblem, one_shot: bool) -> Prepared:
     if not one_shot and len(x) <= team.size:
         raise Unavailable(f"its two shots take more than {team.size} rows, not {len(x)}")
     module = package("flashinfer.comm.trtllm_ar", HOW)
-    handles, pointers = module.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+    handles, workspace = module.trtllm_create_ipc_workspace_for_all_reduce_fusion(
         team.rank, team.size, len(x), x.shape[1], group=group
     )
+    tensors = [tensor for tensor, _ in module._symm_workspace_refs[id(handles)]]
+    if [tensor.data_ptr() for tensor in tensors] != [pointers[team.rank] for pointers in handles]:
+        raise Unavailable(POOL)
+    tensors[1].zero_()  # flags
+    torch.cuda.synchronize()
+    team.barrier()
     normed, hidden = torch.empty_like(x), torch.empty_like(x)
     how = {
         "world_size": team.size, "world_rank": team.rank, "token_num": len(x), "hidden_dim": x.shape[1],
-        "workspace_ptrs": pointers, "launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True,
+        "workspace_ptrs": workspace, "launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True,
         "pattern_code": module.AllReduceFusionPattern.kARResidualRMSNorm, "use_oneshot": one_shot, "allreduce_out": None,
         "residual_out": hidden, "norm_out": normed, "quant_out": None, "scale_out": None, "rms_eps": CASES_EPS,
         "scale_factor": None, "layout_code": None,
@@ -70,8 +78,11 @@ def all_gather_gemm(problem: OpProblem) -> Prepared:
     word = kernels.Configs.SIGNAL_DTYPE
     arrived = of_gathered.get_signal_pad(team.rank, (W, 1), word, 0)
     entered = tuple(of_rows.get_signal_pad(rank, (W,), word, 0) for rank in range(W))
+    if arrived.data_ptr() == entered[team.rank].data_ptr():
+        raise Unavailable(POOL)
     arrived.zero_()
     entered[team.rank].zero_()
+    torch.cuda.synchronize()
     weights = [weight.t().contiguous() for _, weight in problem.sets]
     stream = torch.cuda.Stream(team.device)
     team.barrier()

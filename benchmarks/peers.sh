@@ -2,7 +2,7 @@
 # Time kernels and trainers of others beside weft on some GPUs of a machine: bash benchmarks/peers.sh OUT FOLDER [STEP…]
 #
 # OUT     gets a JSON file or a folder of them for each step, and its log
-# FOLDER  holds titan.tar.xz, flashinfer.tar.xz and deepgemm.tar.xz, each unpacked once (the scripts of the steps say what is in them)
+# FOLDER  holds titan.tar.xz, flashinfer.tar.xz and deepgemm.tar.xz, made by benchmarks/peers_archives.sh and each unpacked once
 #
 # In the environment: WORLD_SIZE (2); CUDA_VISIBLE_DEVICES for other GPUs than the first; SECONDS_OF_A_STEP (120) ends a step. A step
 # that fails leaves the others. Steps, all by default:

@@ -11,6 +11,7 @@ where it would not pay (docs/pytorch.md): `on weft` in the file says what it was
 from __future__ import annotations
 
 import argparse
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,8 +173,9 @@ def async_tp(mesh: Any, team: Any) -> Iterator[None]:
 def measure(
     team: Any, mesh: Any, only: Sequence[str], sizes: dict[str, Sequence[tuple]], file: Path | None
 ) -> list[dict]:
-    """All rows; rank 0 prints each table as it is done."""
+    """All rows; rank 0 prints each table as it is done. A part that fails leaves the others; RuntimeError at the end."""
     every: list[dict[str, Any]] = []
+    failed = []
 
     def done(title: str, rows: list[dict[str, Any]], ways: Sequence[str]) -> None:
         every.extend({"part": title, **row} for row in rows)
@@ -181,20 +183,29 @@ def measure(
             print(tell(f"{title}, W={team.size}, µs a call [of the host]", rows, ways), end="\n\n", flush=True)
         write(file, team, "torch", every)
 
-    if "ops" in only:
+    def ops() -> None:
         rows = ops_rows(mesh, team, sizes["gathers"], sizes["scatters"])
         done("fused ops, eager", rows, ("torch", "weft"))
         if team.device.type == "cuda":
             done("fused ops, in CUDA graphs", rows, ("torch, graph", "weft, graph"))
-    if "styles" in only:
+
+    def styles() -> None:
         done("styles, eager", styles_rows(mesh, team, sizes["layers"], compiles=False), ("torch", "weft"))
-    if "compiled" in only:
+
+    def compiled() -> None:
         with async_tp(mesh, team):
-            done(
-                "styles, compiled with async TP",
-                styles_rows(mesh, team, sizes["layers"], compiles=True),
-                ("torch", "weft"),
-            )
+            rows = styles_rows(mesh, team, sizes["layers"], compiles=True)
+        done("styles, compiled with async TP", rows, ("torch", "weft"))
+
+    for part in (ops, styles, compiled):
+        if part.__name__ in only:
+            try:
+                part()
+            except Exception:
+                traceback.print_exc()
+                failed.append(part.__name__)
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
     return every
 
 

@@ -65,7 +65,8 @@ for step in "$@"; do
         ;;
     flashinfer)
         timed flashinfer flashinfer weft bench all-reduce-rms-norm@qwen3-32b:1,8,32,128,512,2048 ag-gemm@qwen3-32b:1024,4096,8192 \
-            --providers weft,flashinfer,nccl,torch --quick --world-size "$world" --out "$out/flashinfer" || failed="$failed flashinfer"
+            --providers weft.auto,flashinfer,nccl+compile,torch.one_shot+compile,cublas+nccl,torch.fused,cublas --quick \
+            --world-size "$world" --out "$out/flashinfer" || failed="$failed flashinfer"
         ;;
     deepgemm)
         timed deepgemm-grouped deepgemm benchmarks.fp8_grouped "$out/fp8-grouped.json" --no-sweep --seconds 45 --tokens 128,4096 \
@@ -75,7 +76,8 @@ for step in "$@"; do
         ;;
     megamoe)
         for shape in qwen3-30b-a3b:128 qwen3-30b-a3b:4096 deepseek-v3:128 deepseek-v3:4096; do
-            timed "megamoe-compile-${shape//:/-}" deepgemm benchmarks.mega_moe "$shape" --once --world-size "$world" &
+            SECONDS_OF_A_STEP=75 timed "megamoe-compile-${shape//:/-}" deepgemm benchmarks.mega_moe "$shape" --once \
+                --world-size "$world" &
         done
         wait
         timed megamoe deepgemm benchmarks.mega_moe --world-size "$world" --json "$out/megamoe.json" || failed="$failed megamoe"

@@ -12,10 +12,13 @@ from tests.layers.test_layers import joined, randomised, share
 from tests.sampled import sampled
 from weft import ops
 from weft.layers import MoE, plan_layer
+from weft.layers.gradients import SummedGradient
 from weft.parallel import fused as kernels
+from weft.parallel import mixture
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sequence_parallel import SequenceParallel
 from weft.parallel.sharding import fill
+from weft.plan.memo import forget
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
@@ -422,3 +425,38 @@ def test_a_layer_s_schedules_share_an_arrival_counter(monkeypatch):
         assert given[0] is given[1] is moe.tickets and not moe.tickets.any()
 
     weft.simulate(main, 1)
+
+
+def traced(function, *given, backend="eager"):
+    """``function(*given)`` by torch.compile, before any call has made a plan."""
+    forget()
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)(*given)
+
+
+def test_torch_compile_traces_a_layer_and_its_function_before_any_call():
+    """Of so many tokens that the router takes three launches, and of few whose rows are sent alone."""
+
+    def main(team):
+        layer = MoE(**SIZES, intermediate_size=48, num_experts=8, team=team, mode="replicated", dtype=torch.float32)
+        weights = layer.router, layer.gate_up, layer.down
+        for weight in weights:
+            weight.data.normal_(0, 0.1)
+        x = torch.randn(140, 32)
+        torch.testing.assert_close(traced(layer, x), layer(x))
+        apart = lambda x: mixture.moe(x, *weights, team, k=1, max_tokens=len(x))  # noqa: E731
+        torch.testing.assert_close(traced(apart, x[:3]), apart(x[:3]))
+
+    with torch.no_grad():
+        weft.simulate(main, 1)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_traces_the_summed_gradient_of_a_parameter():
+    def main(team):
+        weight = torch.full((3,), 2.0, requires_grad=True)
+        traced(lambda w: SummedGradient.apply(w, team) * (team.rank + 1), weight, backend="aot_eager").sum().backward()
+        return weight.grad.tolist()
+
+    assert weft.simulate(main, 2) == [[3.0] * 3] * 2
+    torch._dynamo.reset()

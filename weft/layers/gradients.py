@@ -9,9 +9,10 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from weft.kernels.fp8 import E4M3
-from weft.ops.collectives.all_reduce import all_reduce
+from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.parallel.recipe import StepPlan
 from weft.parallel.step_plan import plan_layer
+from weft.plan.planned import AUTO
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -46,6 +47,11 @@ def replicated_plan(plan: StepPlan) -> StepPlan:
     return plan_layer(1, mode="replicated", team=plan.recipe.team, fused=False)
 
 
+def _summed(x: torch.Tensor, team: Team) -> torch.Tensor:
+    """Sum over the ranks, without checks of ``x``, which torch.compile does not trace in a backward."""
+    return ALL_REDUCE.dispatch(x, team.name, AUTO, False)
+
+
 class SummedGradient(torch.autograd.Function):
     """A parameter that all ranks hold: its gradient is the sum of all ranks' gradients."""
 
@@ -56,7 +62,7 @@ class SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.team), None
+        return _summed(grad, ctx.team), None
 
 
 class SharedHeadsGradient(torch.autograd.Function):
@@ -77,5 +83,5 @@ class SharedHeadsGradient(torch.autograd.Function):
         shared, group = grad[-ctx.shared :], ctx.team.rank // ctx.sharers
         places = grad.new_zeros(ctx.team.size // ctx.sharers, *shared.shape)
         places[group] = shared
-        summed = all_reduce(places, ctx.team)[group]
+        summed = _summed(places, ctx.team)[group]
         return torch.cat((grad[: -ctx.shared], summed)), None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from weft import ops
@@ -13,6 +14,7 @@ from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall
 from weft.parallel.quantized import rows_between
 from weft.plan.planned import Machine, machine_of
+from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -70,7 +72,7 @@ def moe(
     check_int("moe: max_tokens", max_tokens, max(1, len(x)))
     routing = ops.route(x @ router.T, k, **gating)  # a GEMM by torch, which takes no rows too; route
     format = rows_between(gate_up, down, x.dtype)
-    if not sends_needed_alone(DispatchCall(max_tokens, k, x.shape[1], x.dtype, tp=tp), machine_of(team)):
+    if not _sends_alone(team.name, int(max_tokens), int(k), int(x.shape[1]), x.dtype, tp):
         h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
             x, routing, gate_up, held, team, max_tokens=max_tokens, fp8=format
         )
@@ -81,6 +83,12 @@ def moe(
     h = ops.grouped_matmul_silu_mul(dispatched.rows, gate_up, schedule, scales=dispatched.scales, fp8=format)
     y = ops.grouped_matmul(h, down, schedule)
     return ops.moe_combine(y, dispatched, len(x), team)
+
+
+@torch.compiler.assume_constant_result
+def _sends_alone(team: str, max_tokens: int, k: int, width: int, dtype: torch.dtype, tp: int) -> bool:
+    """``sends_needed_alone``, decided as torch.compile traces: it cannot trace a plan or a heap."""
+    return sends_needed_alone(DispatchCall(max_tokens, k, width, dtype, tp=tp), machine_of(find_team(team)))
 
 
 def sends_needed_alone(call: DispatchCall, machine: Machine) -> bool:

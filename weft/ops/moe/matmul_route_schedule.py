@@ -25,7 +25,7 @@ from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe.check import needs_gradients
 from weft.ops.moe.choices import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_for, check_schedule
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, block_for, check_schedule
 from weft.ops.moe.route import MAX_EXPERTS, ROUTE, check_gating, gating_of, launch_route, scoring_of
 from weft.ops.moe.router_kernel import (
     Found,
@@ -169,17 +169,15 @@ def matmul_route_schedule(
             check_like(op, name, vector, x.device, (dtype,))
             check_shape(op, name, vector, (E,))
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
-    here = machine_on(x.device)
-    block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
+    block = block or block_for(len(x) * k, E)
     trained = needs_gradients(x, router, logit_bias)
     if trained and algorithm in ("fused", "split"):
         raise ValueError(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"
         )
-    call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
     held = E, experts.first, experts.count
     given = RouterArguments(x, router, *held, bias, gating, block, tickets, algorithm, logit_bias)
-    if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
+    if trained or _is_in_three(given):
         return in_three(given)
     ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(given)
     return Routed(Routing(ids, weights), Schedule(*lists, k, block), gate if len(router) > E else None)
@@ -209,6 +207,15 @@ class RouterArguments(NamedTuple):
     tickets: torch.Tensor | None
     algorithm: str
     logit_bias: torch.Tensor | None = None
+
+
+def _is_in_three(given: RouterArguments) -> bool:
+    """True if the plan is three launches; False while torch.compile traces, since it cannot trace a plan."""
+    if torch.compiler.is_compiling():
+        return False
+    x = given.x
+    call = RouterCall(*x.shape, given.total, given.gating.k, x.dtype, given.algorithm)
+    return isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, machine_on(x.device)).design, ThreeLaunches)
 
 
 def in_three(given: RouterArguments) -> Routed:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import weft
-from tests.against_transformers import prompt, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, prompt, reference_logits, relative_rms
 from weft.errors import CheckpointError
 from weft.models import Decoder
 
@@ -20,10 +20,10 @@ LAYERS = {0: (0.02, 0.5), 1: (0.25, 0.01)}  # scales of keys and of values
 
 @pytest.fixture
 def scaled(make_checkpoint, tmp_path):
-    """scaled(quantization, tensors) -> a checkpoint with both."""
-    directory, reference = make_checkpoint(kv_heads=2, num_hidden_layers=2)
+    """scaled(quantization, tensors, **changes) -> a checkpoint with them, of two layers unless `changes` say more."""
 
-    def make(quantization, tensors):
+    def make(quantization, tensors, **changes):
+        directory, make.reference = make_checkpoint(**{"kv_heads": 2, "num_hidden_layers": 2} | changes)
         copied = shutil.copytree(directory, tmp_path / "scaled")
         path = copied / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
@@ -34,8 +34,7 @@ def scaled(make_checkpoint, tmp_path):
         (copied / "model.safetensors.index.json").write_text(json.dumps(index))
         return copied
 
-    make.reference = reference  # of the weights alone
-    return make
+    return make  # its `reference`: of the weights alone
 
 
 def named(key="k_scale", value="v_scale", dtype=torch.float32):
@@ -77,6 +76,17 @@ def test_keys_and_values_are_stored_with_the_scales(scaled, plain_ops, caplog, q
         for data, unscaled, scale in zip(cache.data[0], whole.data[0], expected[0], strict=True):
             assert torch.equal(data.float(), (unscaled / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
         assert relative_rms(logits[None], reference_logits(scaled.reference, tokens)[:, 9:]) <= 0.05
+
+
+def test_gated_delta_nets_have_no_scales(scaled):
+    """A cache counts layers with keys alone: of three the second."""
+    tensors = {name: scale for name, scale in named().items() if ".1." in name}
+    directory = scaled(COMPRESSED, tensors, **FAMILIES["qwen3.5"], num_hidden_layers=3)
+
+    def main(team):
+        return Decoder.from_pretrained(directory, team, kv_cache_dtype="fp8", fused=False).new_cache(2).scales
+
+    assert torch.equal(weft.simulate(main, 1)[0], torch.tensor([LAYERS[1]]))
 
 
 def changed(**changes):

@@ -6,7 +6,7 @@ As compressed-tensors and ModelOpt write them: a key is its byte times k_scale, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.arguments import quoted
@@ -41,13 +41,13 @@ def check_cache_scheme(quantization: Mapping[str, Any]) -> None:
             )
 
 
-def scale_names(checkpoint: Checkpoint, names: WeightNames, layers: int) -> list[str]:
-    """Names of the scales of keys and values of layer 0, layer 1, …; [] without any.
+def scale_names(checkpoint: Checkpoint, names: WeightNames, layers: Sequence[int]) -> list[str]:
+    """Names of the scales of keys and values of these layers, in their order; [] without any.
 
     CheckpointError where some are missing.
     """
     for pair in NAMES:
-        wanted = [f"{names.layers}.{layer}.{names.attention}.{name}" for layer in range(layers) for name in pair]
+        wanted = [f"{names.layers}.{layer}.{names.attention}.{name}" for layer in layers for name in pair]
         there = [name for name in wanted if checkpoint.has(name)]
         if there and there != wanted:
             missing = next(name for name in wanted if name not in there)

@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         if kv_cache_dtype == "fp8" and config.attention.latent is not None:
             raise ValueError("kv_cache_dtype='fp8': a cache of latents has the dtype of the weights; leave it out")
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
-        self.cache_scales: torch.Tensor | None = None  # [layers, 2] of a checkpoint
+        self.cache_scales: torch.Tensor | None = None  # [layers with keys, 2] of a checkpoint
         # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
         self.runs_kernels = self.plan(1).fused
         if self.runs_kernels:
@@ -277,9 +277,11 @@ class Decoder(nn.Module):
         odd = {name for names in of_ranks for name in names}
         # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts or layers.
         known = dict.fromkeys(name for names in (tuple(shards), *team.exchange(tuple(shards))) for name in names)
-        scales = scale_names(checkpoint, weights, self.config.num_hidden_layers)
+        linear = self.config.linear_attention
+        attending = [at for at in range(self.config.num_hidden_layers) if linear is None or not linear.layers[at]]
+        scales = scale_names(checkpoint, weights, attending)
         if scales and self.cache_dtype == E4M3:
-            own = scales[2 * self.span.start : 2 * self.span.stop]
+            own = scale_names(checkpoint, weights, [at for at in attending if at in self.span])
             values = [read_scale(checkpoint, name) for name in own]
             self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
         used = known.keys() | {*scales, f"{weights.head}.weight"}

@@ -1,5 +1,6 @@
 """Small random checkpoints, and what transformers makes of them."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ def make_checkpoint(tmp_path_factory):
     made = {}
 
     def make(family="Qwen3", *, tied=False, kv_heads=2, **changes):
+        changes = copy.deepcopy(changes)  # transformers writes into rope_parameters, which families share
         key = (family, tied, kv_heads, str(sorted(changes.items())))
         if key in made:
             return made[key]

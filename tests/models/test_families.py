@@ -116,12 +116,16 @@ ONE_LAYER = {
     "smollm3": {"num_hidden_layers": 1, "no_rope_layers": [0]},
     "smollm3-window": {"num_hidden_layers": 1, "no_rope_layer_interval": 1},
     **{
+        name: {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        for name in ("qwen3.5", "qwen3.5-moe")
+    },
+    **{
         name: {
             "num_hidden_layers": 2,
             "layer_types": ["linear_attention", "full_attention"],
             "mlp_only_layers": [0, 1],
         }
-        for name in ("qwen3-next", "qwen3-next-mixed", "qwen3.5", "qwen3.5-moe")
+        for name in ("qwen3-next", "qwen3-next-mixed")
     },
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}

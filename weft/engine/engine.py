@@ -305,7 +305,7 @@ class Engine:
 
     def _step(self) -> None:
         scheduler = self.batch.scheduler
-        reads = scheduler.has_prompts or bool(scheduler.waiting)
+        reads = scheduler.has_prompts
         try:
             for answers, tokens, rows in self.batch.advance():
                 for answer, token, row in zip(answers, tokens, rows or repeat(None), strict=False):

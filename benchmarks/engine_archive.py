@@ -182,11 +182,19 @@ def missing(folder: Path, absent: frozenset[str]) -> list[str]:
 
     there = {normal(one.metadata["Name"]): one for one in importlib.metadata.distributions(path=[str(folder)])}
     asked: dict[str, str] = {}
-    for one in there.values():
-        for line in one.requires or []:
+    extras: dict[str, set[str]] = {name: {""} for name in there}
+    waiting = list(there)
+    while waiting:
+        package = waiting.pop()
+        for line in there[package].requires or []:
             need = Requirement(line)
-            if need.marker is None or need.marker.evaluate({"extra": ""}):
-                asked[normal(need.name)] = f"{need.name}{need.specifier}"
+            if need.marker is not None and not any(need.marker.evaluate({"extra": one}) for one in extras[package]):
+                continue
+            name = normal(need.name)
+            asked[name] = f"{need.name}{need.specifier}"
+            if name in there and not need.extras <= extras[name]:
+                extras[name] |= need.extras
+                waiting.append(name)
     return [line for name, line in sorted(asked.items()) if name not in there and name not in absent]
 
 

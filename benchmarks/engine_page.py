@@ -30,13 +30,14 @@ for blocks of fp8 the kernels that it chooses itself. It captures graphs of exac
 package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
 kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its
 KV cache has a fixed size, because several engines start at the same time; one is measured while the others wait.
-
+""".replace("FOLDER", FOLDERS[0])
+SGLANG = """
 SGLang runs with its defaults for Hopper: CUDA graphs of prompts and of decode steps, the overlapped scheduler,
 FlashAttention 3, its all-reduce, FlashInfer's fused one for mixtures, DeepGEMM for dense layers in blocks of fp8, and
 Triton with its tuned tables for experts. Graphs of decode steps are of exactly the measured batches, the KV cache has the
 bytes of vLLM's, and DeepGEMM's kernels are compiled as they are called, not all at the start. Left out of its package:
 kernels of heads other than 128, code for other GPUs, and what needs CuTe DSL.
-""".replace("FOLDER", FOLDERS[0])
+"""
 
 
 def key_of(report: dict[str, Any]) -> tuple[str, str, int]:
@@ -97,8 +98,11 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         for other in others
     ]
     ready = [f"{OTHERS[other['engine']]} after {other['ready_seconds']:.0f} s" for other in others]
+    notes = [f"{OTHERS[other['engine']]}: {other['note']}." for other in others if "note" in other]
     lines += [
         "",
+        *notes,
+        *[""] * bool(notes),
         f"Geometric means: {'; '.join(means)}. Caches cold, weft is ready after {ours['ready_seconds']:.0f} s, "
         f"{', '.join(ready)}; weft at {ours['revision'].split()[0][:8]}.",
         "",
@@ -116,10 +120,11 @@ def folders() -> list[Path]:
 
 
 def page(folders: list[Path]) -> str:
-    lines = [HEAD]
-    for folder in folders:
-        for ours, others in compared(folder):
-            lines += section(ours, others)
+    settings = [setting for folder in folders for setting in compared(folder)]
+    has_sglang = any(other["engine"] == "sglang" for _, others in settings for other in others)
+    lines = [HEAD + SGLANG * has_sglang]
+    for ours, others in settings:
+        lines += section(ours, others)
     return "\n".join(lines).rstrip() + "\n"
 
 

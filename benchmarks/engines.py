@@ -49,8 +49,8 @@ NEW_TOKENS = 64
 MAX_LENGTH = 8192 + 256
 # Calls of a row before those that count: engines capture graphs of a size in its first uses.
 UNCOUNTED = 2
-# Seconds that a ready engine waits for engines that start beside it.
-PATIENCE = 60.0
+# Seconds that a ready engine waits for engines that start beside it: a row beside a start is worth nothing.
+PATIENCE = 240.0
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Generate = Callable[[list[list[int]], int], Any]
 

@@ -11,7 +11,7 @@
 # DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
-# All of vLLM's engines start together, wait a minute for each other, and measure in turn; then SGLang's, and then weft's. OUT gets
+# All of vLLM's engines start together, wait four minutes for each other, and measure in turn; then SGLang's, and then weft's. OUT gets
 # a JSON file and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without
 # torch.compile and with spawned processes, SGLang with the all-reduce of its package and no graphs of prompts. vLLM and SGLang are
 # imported once before, and left out if that fails; the variable ENGINES ("vllm", "sglang weft") leaves the other engines out.
@@ -21,8 +21,9 @@
 # Start two of an engine's models at once, not more. Four of vLLM's on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
 # after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
 # torch.compile 55 to 79 s, the profiling run 11 to 20 s (110 s for gated delta nets beside three others), graphs 22 to 35 s, in which
-# nvcc compiles DeepGEMM's kernels; ready after 156 s and more. OUT gets caches.tar.xz of all that was compiled, which lies beside
-# the archives the next time: then a start is a matter of weights and graphs.
+# nvcc compiles DeepGEMM's kernels; ready after 156 s and more. Three on 32 cores: after 169, 246 and 316 s. A row of blocks of fp8
+# with another number of tokens compiles four kernels of DeepGEMM when it is first called, some 15 s each. OUT gets caches.tar.xz of
+# all that was compiled, which lies beside the archives the next time: then a start is a matter of weights and graphs.
 set -u
 out=$1 archives=$2
 shift 2
@@ -199,7 +200,7 @@ done
 for engine in vllm sglang; do
     measured $engine || continue
     beside $engine "$@"
-    [ "$archives" = - ] || tar -cJf "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
+    [ "$archives" = - ] || tar -c -I "xz -T0 -1" -f "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
 done
 grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220

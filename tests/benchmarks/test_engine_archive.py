@@ -91,3 +91,21 @@ def test_packages_that_the_machine_has_are_not_asked_for(tmp_path):
     )
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: one\nVersion: 1\n{needs}")
     assert engine_archive.missing(tmp_path, frozenset({"numpy", "torch"})) == ["Small_Thing>=2"]
+
+
+def test_what_the_extra_of_another_package_asks_for_is_missing_too(tmp_path):
+    pytest.importorskip("packaging")
+
+    def package(name, *requires):
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        lines = [f"Requires-Dist: {line}" for line in requires]
+        (info / "METADATA").write_text(
+            "\n".join(["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *lines]) + "\n"
+        )
+
+    package("outer", "inner[languages]>=2", 'absent; extra == "other"')
+    package("inner", 'countries; extra == "languages"', 'toys; extra == "play"')
+    assert engine_archive.missing(tmp_path, frozenset()) == ["countries"]
+    package("countries", "torch")
+    assert engine_archive.missing(tmp_path, frozenset({"torch"})) == []

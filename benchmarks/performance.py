@@ -88,8 +88,8 @@ MISSING = """## Not measured yet
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
   sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B, which
   [one H100](performance/h100-x1.md) has.
-- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s Qwen3-8B
-  and 30B-A3B, weights in fp8, and Qwen3.6-27B with its MTP head.
+- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s Qwen3-8B,
+  [most rows](beside-vllm.md) of weights in fp8, and Qwen3.6-27B with its MTP head.
 - Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
   Qwen3.6.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines

@@ -49,8 +49,8 @@ bench() {
 for step in "$@"; do
     case $step in
     check)
-        python -m pytest -q -m gpu tests/runtime tests/language tests/ops tests/simulator tests/trace tests/test_examples.py
-        python -m pytest -q -m gpu tests/models tests/engine tests/bench
+        python -m pytest -q --ahead -m gpu tests/runtime tests/language tests/ops tests/simulator tests/trace tests/test_examples.py
+        python -m pytest -q --ahead -m gpu tests/models tests/engine tests/bench
         python -m weft doctor
         python -m weft generate --prompt 12+34= --world-size "$world"
         ;;
@@ -106,7 +106,7 @@ for step in "$@"; do
         [ -z "$failed" ] || { echo "$0: failed:$failed" >&2 && exit 1; }
         ;;
     bits)
-        python -m pytest -q -m gpu tests/ops/gemm/test_sliced.py tests/ops/moe/test_moe_ops.py
+        python -m pytest -q --ahead -m gpu tests/ops/gemm/test_sliced.py tests/ops/moe/test_moe_ops.py
         python -m weft bench invariance --model qwen3-0.6b --dummy-weights --world-size "1,$world"
         python -m weft bench invariance --model qwen3-8b --dummy-weights --world-size "1,$world" --requests 64
         for model in qwen3-8b qwen3-32b; do

@@ -11,6 +11,7 @@ import torch
 import weft
 from tests.sampled import leave_grids_to_the_sweep
 from tests.samples import SAMPLES
+from weft.runtime import launch
 
 # A shell that starts `make test` in the background has SIGINT ignored, and tests of interrupts would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +38,23 @@ def pytest_addoption(parser):
     parser.addoption(
         "--share-gpus", action="store_true", help="tests of more ranks than there are GPUs too: they take turns, slowly"
     )
+    parser.addoption(
+        "--ahead", action="store_true", help="start the ranks of the next GPU test while one runs (tests/ahead.py)"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_ahead(request):
+    if not request.config.getoption("--ahead") or not (gpus := torch.cuda.device_count()):
+        yield
+        return
+    from tests.ahead import Ahead
+
+    ahead = Ahead(gpus, launch.RANKS_LOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "early_processes", ahead.processes)
+        yield
+    ahead.close()
 
 
 @pytest.fixture(autouse=True)

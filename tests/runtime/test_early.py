@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ahead import Ahead
 from tests.limits import ANSWER, PROCESS
 from tests.spawning import Alone
 from weft.cli import serve
@@ -54,6 +55,26 @@ def test_ranks_run_in_processes_that_were_there_and_further_ones_in_new_ones(pro
     waiting = [process.pid for process, _ in processes._waiting]
     assert run(processes) == waiting
     assert not {*run(processes)} & {*waiting}
+
+
+def test_gpu_tests_take_the_ranks_that_were_started_while_the_last_one_ran(monkeypatch):
+    def pids(made):
+        return [process.pid for process, _ in made._waiting]
+
+    ahead = Ahead(2, ("json",))
+    ready = pids(ahead._ready)
+    try:
+        with ahead.processes(2, ("json",)) as processes:
+            assert pids(processes) == ready != pids(ahead._ready)
+            assert run(processes) == ready
+        ready = pids(ahead._ready)
+        monkeypatch.setenv("WEFT_TEST_OF_AHEAD", "1")
+        with ahead.processes(2, ("json",)) as processes:
+            assert not {*pids(processes)} & {*ready}  # these would have the environment of before
+        with ahead.processes(0, ()) as processes:
+            assert processes is None
+    finally:
+        ahead.close()
 
 
 def test_a_process_that_has_died_is_replaced(processes):

@@ -108,7 +108,9 @@ def early_processes(count: int, modules: Sequence[str], *, first_gemm: bool = Fa
 
 
 def _make_context(gpu: int) -> None:
-    """Initialise the driver and make the context of a GPU that torch will use."""
+    """Initialise NVML and the driver, and make the context of a GPU that torch will use."""
+    with suppress(OSError):  # torch asks NVML for links between machines as it allocates symmetric memory
+        ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,8 @@
 """Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
 
-``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --errors
-only errors.json, of the shipped constants.
+``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups
+of these groups alone (fp8 mxfp4 int4: of quantized weights); with --errors only errors.json, of the shipped constants.
+``python -m benchmarks.gpu_costs`` fits the constants of a GPU.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,15 +27,16 @@ from weft.bench.regret.file import read
 from weft.costs.choice import chosen
 from weft.costs.fitted import FILE, Fitted, to_json
 from weft.costs.fitted import read as read_fitted
+from weft.costs.gemms import FEW_ROWS, sequential_rows
 from weft.costs.gpu import Gpu, named
-from weft.costs.predicted import ERRORS, OPS, Asked
+from weft.costs.predicted import ERRORS, OPS, WEIGHTS, Asked, costs
 from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities
 from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent
-# Folders of results that ask something else: other machines, eager calls, weights in 8 bits, other trees.
-OTHER = ("-machines", "-eager", "-fp8", "-recorded", "-peers", "-grouped")
+# Folders of results that ask something else: other machines, eager calls, other trees.
+OTHER = ("-machines", "-eager", "-recorded", "-peers", "-grouped")
 # Names of designs in lab files of earlier trees.
 RENAMED = {"segments": "pipelined", "library": "sequential"}
 # A call alone takes so many us more than one in a row (committed rows of exchanges: 4.6 to 7).
@@ -41,22 +44,29 @@ ALONE = 5.5
 # Times over the fastest design's up to which a row counts more in the fit.
 NEAR, NEAR_WEIGHT = 1.25, 5.0
 # Rows of experts that a skewed or recorded routing had are left out: costs are of tokens that choose alike.
+DENSE = ("cublas", "matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+EXPERTS = (
+    "grouped_matmul", "grouped_matmul_silu_mul", "all_gather_grouped_matmul_silu_mul", "grouped_matmul_reduce_scatter",
+)  # fmt: skip
+# Group of constants -> the rows that it is fitted to, ops and, of quantized weights, variants.
 GROUPS = {
-    "gemms": ("cublas", "matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    "gemms": DENSE,
     "pushes": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_rms_norm"),
     "exchanges": ("moe_dispatch", "moe_combine"),
-    "grouped": (
-        "grouped_matmul", "grouped_matmul_silu_mul", "all_gather_grouped_matmul_silu_mul", "grouped_matmul_reduce_scatter",
-    ),
+    "grouped": EXPERTS,
     "attention": ("sharded_decode_attention",),
-}  # fmt: skip
+    "fp8": (*DENSE, "matmul_silu_mul", *EXPERTS),
+    "mxfp4": ("matmul", "grouped_matmul_silu_mul"),
+    "int4": ("matmul",),
+}
+FORMS = {"fp8": ("block_fp8", "channel_fp8"), "mxfp4": ("four_bit",), "int4": ("int4",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Measured time of one design at one shape. us: of a call in a row, where that was measured.
 
-    weft  False: cuBLAS's GEMM alone, at the shape of an overlapped op
+    gpu_constants  None: the shipped ones of ``gpu``
     """
 
     op: str
@@ -67,6 +77,7 @@ class Row:
     design: str
     us: float
     source: str
+    gpu_constants: Gpu | None = None
 
     @cached_property
     def asked(self) -> Asked:
@@ -74,12 +85,19 @@ class Row:
 
     @cached_property
     def constants(self) -> Gpu:
-        return named(self.gpu)
+        return self.gpu_constants or named(self.gpu)
+
+    @property
+    def name(self) -> str:
+        """Op, with the variant of quantized weights."""
+        return f"{self.op}+{self.variant}" if self.variant in WEIGHTS else self.op
 
     @property
     def held_out(self) -> bool:
-        """True for a third of the rows, by their shapes."""
-        return zlib.crc32(f"{self.op} {self.shape} {self.world_size}".encode()) % 3 == 0
+        """True for a third of the rows, of quantized weights for half of them, by their shapes."""
+        drawn = zlib.crc32(f"{self.name} {self.shape} {self.world_size}".encode())
+        # By a bit with which both halves have all sizes of weights.
+        return (drawn >> 20) % 2 == 1 if self.variant in WEIGHTS else drawn % 3 == 0
 
     @cached_property
     def place(self) -> tuple:
@@ -88,7 +106,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Committed rows of weft's designs and of cuBLAS alone."""
-    return [*_results(), *_candidates(), *_choices(), *_regrets()]
+    return [*_results(), *_candidates(), *_choices(), *_regrets(), *_quantized()]
 
 
 def _results() -> Iterator[Row]:
@@ -107,10 +125,17 @@ def _results() -> Iterator[Row]:
                     continue
                 family, _, design = row.provider.partition(".")
                 known = {"op": op.name, "design": design, "shape": row.shape}
+                if row.provider == "cublas" and variant in WEIGHTS and row.shape[0] <= FEW_ROWS:
+                    continue  # weft computes them by another kernel
                 if row.provider == "cublas":
                     known = {"op": "cublas", "design": "", "shape": row.shape}
                 elif family != "weft" or op.name not in OPS or design not in ("auto", *op.designs):
                     continue
+                elif variant in WEIGHTS and design == "auto" and op.name in DENSE:
+                    # By the rule of that day.
+                    known["design"] = (
+                        "sequential" if row.shape[0] <= sequential_rows(report.world_size) else "pipelined"
+                    )
                 yield Row(
                     variant=variant, world_size=report.world_size, gpu=report.machine["gpu"],
                     us=row.chain_us or row.median_us, source=folder, **known,
@@ -162,6 +187,39 @@ def _regrets() -> Iterator[Row]:
                 )  # fmt: skip
 
 
+def _quantized() -> Iterator[Row]:
+    """GEMMs of quantized weights on one GPU, of rows in fp8 with weights in fp8."""
+    here = {"world_size": 1, "gpu": "NVIDIA H200", "design": ""}
+    providers = {"auto x8": "block_fp8", "auto mxfp4": "four_bit", "auto int4": "int4"}
+    for name in ("h200-fp8-gemm", "h200-four-bit-gemm"):
+        for row in _lab_rows(name):
+            if row["provider"] in providers:
+                gated = row.get("gated", False)
+                yield Row(
+                    op="matmul_silu_mul" if gated else "matmul", variant=providers[row["provider"]], us=row["us"],
+                    shape=(row["M"], row["N"] // (2 if gated else 1), row["K"]), source=name, **here,
+                )  # fmt: skip
+    # Of Qwen3-30B-A3B: fp8 on one rank, 4 bits on one of two.
+    gemms, sizes = {"gate_up": "grouped_matmul_silu_mul", "down": "grouped_matmul"}, (2048, 768)
+    for name in ("h200-fp8-grouped", "h200-fp8-grouped-4096", "h200-fp8-grouped-deep-gemm"):
+        for row in _lab_rows(name):
+            if row["provider"] == "fp8" and row["gemm"] in gemms:
+                shape = row["tokens"], 8, 128, 128, *sizes
+                yield Row(op=gemms[row["gemm"]], variant="block_fp8", shape=shape, us=row["us"], source=name, **here)
+    for row in _lab_rows("h200-four-bit-gemm", "experts"):
+        if row["provider"] == "experts mxfp4":
+            shape = row["T"], 8, 128, 64, *sizes
+            yield Row(
+                op=gemms["gate_up"], variant="four_bit", shape=shape, us=row["us"], source="h200-four-bit-gemm", **here
+            )
+
+
+def _lab_rows(name: str, rows: str = "rows") -> list[dict[str, Any]]:
+    """Rows of a lab file with a time and its provider."""
+    every = json.loads((ROOT / "lab" / f"{name}.json").read_text())[rows]
+    return [row for row in every if "us" in row and "provider" in row]
+
+
 def in_a_row(us: float) -> float:
     """Time in a row of a call whose geometric mean of that and of the time alone is ``us``."""
     return (math.sqrt(ALONE**2 + 4 * us**2) - ALONE) / 2
@@ -174,8 +232,7 @@ def machine_of(gpu: str, world_size: int) -> Machine:
 
 def times(fitted: Fitted, row: Row) -> Mapping[str, float]:
     """Predicted µs by design at a row's shape."""
-    op = "matmul" if row.op == "cublas" else row.op
-    return OPS[op][1](row.constants, fitted, row.asked)
+    return costs(row.constants, fitted, "matmul" if row.op == "cublas" else row.op, row.asked)
 
 
 def predicted(fitted: Fitted, row: Row) -> float | None:
@@ -186,27 +243,46 @@ def predicted(fitted: Fitted, row: Row) -> float | None:
     return min(of.values()) if row.design == "auto" else of.get(row.design)
 
 
-def fit(measured: Sequence[Row], start: Fitted) -> Fitted:
-    """Constants with the least squares of log errors, group after group, by steps along each that halve."""
-    for group, ops in GROUPS.items():
-        of_group = [row for row in measured if row.op in ops and predicted(start, row) is not None]
-        if not of_group:
-            continue
-        of_group.sort(key=lambda row: row.place)
-        weights = weights_of(of_group)
-        best, step = _loss(start, of_group, weights), 0.4
-        while step > 0.005:
-            before = best
-            for name in getattr(start, group).__dataclass_fields__:
-                for factor in (1 + step, 1 / (1 + step)):
-                    constants = getattr(start, group)
-                    moved = replace(constants, **{name: getattr(constants, name) * factor})
-                    other = replace(start, **{group: moved})
-                    if (loss := _loss(other, of_group, weights)) < best:
-                        best, start = loss, other
-            if best > before * 0.9995:
-                step /= 2
+def fit(measured: Sequence[Row], start: Fitted, groups: Sequence[str] = tuple(GROUPS)) -> Fitted:
+    """Constants of these groups with the least squares of log errors, group after group."""
+    for group in groups:
+        ops, forms = GROUPS[group], FORMS.get(group)
+        of_group = [
+            row for row in measured if row.op in ops and _is_of(row, forms) and predicted(start, row) is not None
+        ]
+        if of_group:
+            start = _fitted_group(group, of_group, start)
     return start
+
+
+def _fitted_group(group: str, measured: Sequence[Row], start: Fitted) -> Fitted:
+    ordered = sorted(measured, key=lambda row: row.place)
+    weights = weights_of(ordered)
+
+    def loss(constants: Any) -> float:
+        return loss_of(replace(start, **{group: constants}), ordered, weights)
+
+    return replace(start, **{group: descended(getattr(start, group), loss)})
+
+
+def descended(start: Any, loss: Callable[[Any], float], names: Sequence[str] = ()) -> Any:
+    """Record with the least loss, by steps along each field that halve. names: of the fields; all of them if empty."""
+    best, step = loss(start), 0.4
+    while step > 0.005:
+        before = best
+        for name in names or start.__dataclass_fields__:
+            for factor in (1 + step, 1 / (1 + step)):
+                other = replace(start, **{name: getattr(start, name) * factor})
+                if (found := loss(other)) < best:
+                    best, start = found, other
+        if best > before * 0.9995:
+            step /= 2
+    return start
+
+
+def _is_of(row: Row, forms: Sequence[str] | None) -> bool:
+    """True for a row of one of these forms of quantized weights; None: of weights of 16 bits."""
+    return row.variant not in WEIGHTS if forms is None else row.variant in forms
 
 
 def weights_of(measured: Sequence[Row]) -> list[float]:
@@ -217,7 +293,8 @@ def weights_of(measured: Sequence[Row]) -> list[float]:
     return [NEAR_WEIGHT if row.us <= NEAR * fastest[row.place] else 1.0 for row in measured]
 
 
-def _loss(fitted: Fitted, measured: Sequence[Row], weights: Sequence[float]) -> float:
+def loss_of(fitted: Fitted, measured: Sequence[Row], weights: Sequence[float]) -> float:
+    """Sum of squares of log errors of rows in the order of their places."""
     total, at, of, errors = 0.0, None, {}, []
     for row, weight in zip(measured, weights, strict=True):  # rows of one shape follow each other
         if row.place != at:
@@ -244,7 +321,7 @@ def errors(fitted: Fitted, measured: Sequence[Row]) -> dict[str, dict[str, tuple
     by_op: dict[str, dict[str, list[tuple[bool, float]]]] = {}
     for row in measured:
         if (us := predicted(fitted, row)) is not None:
-            by_op.setdefault(row.op, {}).setdefault(str(row.world_size), []).append((row.held_out, us / row.us - 1))
+            by_op.setdefault(row.name, {}).setdefault(str(row.world_size), []).append((row.held_out, us / row.us - 1))
     return {
         op: {world: _errors(found) for world, found in sorted(worlds.items())} for op, worlds in sorted(by_op.items())
     }
@@ -303,12 +380,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, help="the rest stays as shipped")
     asked = parser.parse_args()
     measured = rows()
     if asked.errors:
         put(ERRORS, json.dumps(errors(read_fitted(), measured), indent=1) + "\n")
         return
-    fitted = fit([row for row in measured if not row.held_out], Fitted())
+    shipped, new = read_fitted(), Fitted()
+    groups = asked.groups or tuple(GROUPS)
+    start = replace(shipped, **{group: getattr(new, group) for group in groups})
+    fitted = fit([row for row in measured if not row.held_out], start, groups)
     if asked.write:
         put(FILE, to_json(fitted))
         put(ERRORS, json.dumps(errors(fitted, measured), indent=1) + "\n")

@@ -22,7 +22,7 @@ from weft.models import builtin
 
 # Patterns of whole commands, with the reason not to run them.
 NOT_RUN = {
-    r"python -m benchmarks\.costs.*": "fits for a minute and writes files of the tree; tests/costs",
+    r"python -m benchmarks\.(gpu_)?costs.*": "fits for a minute and writes files of the tree; tests/costs",
     r"weft bench --regret (?!.*--check-only).*": "times designs, which takes GPUs; tests/bench/regret",
     r"weft doctor --measure.*": "measures GPUs; tests/tune/test_constants.py",
     # What they do is tested by other means.

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from benchmarks import costs as fitting
+from benchmarks import gpu_costs
 from weft import ops
 from weft.costs import exchanges, fitted, gpu
 from weft.costs.gpu import CONSTANTS, named, read, shipped, write
-from weft.costs.predicted import OPS, errors, predict
+from weft.costs.predicted import OPS, WEIGHTS, errors, predict
 from weft.ops.op import registered
 from weft.plan.memo import forget
 from weft.runtime import capabilities
@@ -73,6 +74,16 @@ def test_dense_ops_are_within_eight_percent(rows):
                 )
 
 
+def test_overlapped_gemms_in_fp8_are_within_eight_percent(rows):
+    """Of rows that the fit has seen, and of the half that it has not."""
+    of = fitted.read()
+    for op in ("matmul_reduce_scatter", "matmul_all_reduce", "cublas"):
+        measured = [row for row in rows if row.op == op and row.world_size == 2 and row.variant.endswith("_fp8")]
+        for held_out in (False, True):
+            errors = [abs(fitting.predicted(of, row) / row.us - 1) for row in measured if row.held_out == held_out]
+            assert errors and statistics.mean(errors) < 0.08, (op, held_out)
+
+
 def test_where_costs_choose_they_lose_nothing_on_committed_rows(rows):
     chosen = ("moe_dispatch", "moe_combine", "grouped_matmul_reduce_scatter")
     every = fitting.regrets(fitted.read(), rows)
@@ -89,13 +100,27 @@ def test_a_fit_finds_the_constants_that_made_the_rows(rows):
     assert (found.second, found.owner) == (pytest.approx(1.7, rel=0.1), pytest.approx(1.3, rel=0.05))
 
 
+def test_a_fit_finds_the_constants_of_the_gpu_that_made_the_rows(rows):
+    before = named("h100")
+    true = replace(before, memory=2.5e6, link=3e5, one_link=before.stores)
+    chosen = [
+        row for row in rows if row.gpu == before.gpu and row.op in ("matmul", "all_gather") and row.world_size == 2
+    ]
+    made = [replace(row, us=fitting.predicted(fitted.read(), replace(row, gpu_constants=true))) for row in chosen]
+    found = gpu_costs.fit(made, before)
+    assert (found.memory, found.link) == (pytest.approx(2.5e6, rel=0.03), pytest.approx(3e5, rel=0.03))
+    assert (found.sms, found.launch) == (before.sms, before.launch)
+
+
 @pytest.mark.parametrize("like", ["h200", "h100", "a100", "b200", "mi300x"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_every_op_has_positive_times_on_every_gpu(like, world_size):
     known = {op.name for op in registered()}
-    for name, (count, _) in OPS.items():
+    of_16_bits = [(name, count) for name, (count, _) in OPS.items()]
+    quantized = [(f"{name}+{form}", count) for name, count in of_16_bits if "matmul" in name for form in WEIGHTS]
+    for name, count in of_16_bits + quantized:
         made = predict(name, SHAPES[count], world_size=world_size, gpu=like)
-        assert name in known or name == "memory"
+        assert name.partition("+")[0] in known or name == "memory"
         assert made.seconds > 0 and all(0 < each < 1 for each in made.by_design.values()) and 0 < made.error < 1
 
 

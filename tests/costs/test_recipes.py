@@ -1,17 +1,23 @@
 """Recipes by predicted times: they are the measured ones, change once, and follow the sizes of a model and its GPU."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
 from weft.costs.gpu import named
-from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, TOKENS, Layer, change, changes, times
+from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, Layer, change, changes, times
 from weft.models import DecoderConfig
 from weft.models.families import PUBLISHED
 from weft.models.layer_sizes import layer_of
+from weft.parallel.step_plan import plan_step
+from weft.predict.steps import Layout, layer_in, recipe_of
+from weft.runtime import capabilities
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Measured times over the least one that count as equal: two runs of one recipe differ by as much.
@@ -88,9 +94,49 @@ def test_slower_links_split_later():
     assert changes(layer, 4, slow).sharded > changes(layer, 4, of).sharded
 
 
-def test_quantized_weights_choose_as_those_of_16_bits():
-    layer = Layer.dense(4096, 2)
-    assert changes(layer._replace(variant="+block_fp8"), 2, named("h200")) == changes(layer, 2, named("h200"))
-    assert times(TOKENS[5], layer, 2, named("h200")) == times(
-        TOKENS[5], layer._replace(variant="+int4"), 2, named("h200")
-    )
+@pytest.mark.parametrize(
+    ("quantization", "few", "many"),
+    [
+        ("fp8", (0.6, 0.8), (0.6, 0.8)),
+        ("fp8_per_channel", (0.6, 0.8), (0.55, 0.75)),
+        ("mxfp4", (1.5, 2.0), (1.05, 1.3)),
+        ("int4", (1.1, 1.4), (1.05, 1.3)),
+    ],
+)
+def test_quantized_weights_have_times_of_their_own(quantization, few, many):
+    """Over those of 16 bits, of one token and of many."""
+    config, of = config_of("qwen3-32b"), named("h200")
+    layer, plain = layer_of(config.quantized(quantization), 2), layer_of(config, 2)
+    for tokens, (least, most) in ((1, few), (4096, many)):
+        known = times(tokens, plain, 2, of)
+        for recipe in (FUSED_NORM, SEQUENCE_PARALLEL) if tokens > 1 else (FUSED_NORM,):
+            assert least < times(tokens, layer, 2, of)[recipe] / known[recipe] < most
+    at = changes(layer, 2, of)
+    assert at.fused_norm >= 128 and 256 <= at.sharded <= 4096 and at.recipe(1) == FUSED_NORM
+
+
+def test_layers_have_the_format_of_their_weights():
+    config = config_of("qwen3-30b-a3b")
+    variants = {"fp8": "+block_fp8", "fp8_per_channel": "+channel_fp8", "mxfp4": "+four_bit", "int4": "+int4", None: ""}
+    for quantization, variant in variants.items():
+        layer = layer_of(config.quantized(quantization), 2)
+        assert (layer.variant, layer.mixture.variant) == (variant, variant)
+    # As gpt-oss has it; and activations in fp32, for which weights are converted.
+    experts = config.quantized("mxfp4")
+    experts = replace(experts, quantization=replace(experts.quantization, ignored=("self_attn",)))
+    assert (layer_of(experts, 2).variant, layer_of(experts, 2).mixture.variant) == ("", "+four_bit")
+    assert layer_of(config.quantized("fp8"), 2, item=4) == layer_of(config, 2, item=4)
+
+
+def test_layers_predictions_and_plans_have_one_recipe():
+    """The engine's plan of a quantized model takes the recipe that ``weft predict`` and ``weft plan`` print, at each change."""
+    config = config_of("qwen3-8b").quantized("fp8")
+    layer, of = layer_of(config, 2), named("h200")
+    assert layer == layer_in(config_of("qwen3-8b"), Layout(world_size=2, quantization="fp8"))
+    team = SimpleNamespace(rail=None, size=2, is_simulated=False, caps=capabilities.simulated(2))
+    at = changes(layer, 2, of)
+    for tokens in (1, at.sharded - 1, at.sharded, 8192):
+        plan = plan_step(tokens, mode="auto", hidden_size=4096, dtype=torch.bfloat16, team=team, layer=layer)
+        assert (plan.mode == SEQUENCE_PARALLEL) == (at.recipe(tokens) == SEQUENCE_PARALLEL)
+        assert "predicted µs of a layer: " in plan.reason
+        assert recipe_of(config, tokens, Layout(world_size=2), "h200") == at.recipe(tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +28,8 @@ class Gemms:
     between  time of a GEMM and a collective after each other besides both; after: factor of that collective
     add      rate at which received rows are added up, over the memory's
     triton   factor of a tile of a fused GEMM; fused: time of a call besides
+    slow     time in which few rows' GEMM reads its weight besides the memory's, over that
+    sums     as ``beside``, of the bytes of sums alone, besides it
     """
 
     pace: float = 0.95
@@ -47,6 +49,8 @@ class Gemms:
     add: float = 1.3
     triton: float = 1.05
     fused: float = 6.0
+    slow: float = 0.0
+    sums: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,7 @@ class Grouped:
     call     of a grouped GEMM besides
     ag, rs   of an AG-MoE, an MoE-RS besides its parts
     slabs    share of the sums and their copies that the GEMM does not hide
+    tile     time of a tile besides its multiplications
     """
 
     expert: float = 1.3
@@ -132,6 +137,7 @@ class Grouped:
     ag: float = 8.0
     rs: float = 2.0
     slabs: float = 0.3
+    tile: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +156,41 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """GEMMs of fp8 operands: constants in place of those of ``Gemms`` and ``Grouped``.
+
+    block, channel     pace of a tile with scales of blocks, and of rows
+    few, rows, slow, sums  as of ``Gemms``
+    expert, tile, weights  of experts, as of ``Grouped``
+    """
+
+    block: float = 1.235
+    channel: float = 1.134
+    few: float = 4.745
+    rows: float = 0.2605
+    slow: float = 0.03508
+    sums: float = 0.6748
+    expert: float = 0.9
+    tile: float = 2.079
+    weights: float = 0.9408
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourBit:
+    """GEMMs of a weight in 4 bits and rows of 16.
+
+    convert  numbers that an SM makes of a weight in a µs, in a GEMM of few rows; experts: in a grouped GEMM
+    rows     share of the arithmetic that the conversions do not hide
+    widen    share of the memory's rate at which a kernel writes a weight in 16 bits
+    """
+
+    convert: float = 9e3
+    experts: float = 11e3
+    rows: float = 1.0
+    widen: float = 0.65
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """All groups."""
 
@@ -158,14 +199,38 @@ class Fitted:
     exchanges: Exchanges = dataclasses.field(default_factory=Exchanges)
     grouped: Grouped = dataclasses.field(default_factory=Grouped)
     attention: Attention = dataclasses.field(default_factory=Attention)
+    fp8: Fp8 = dataclasses.field(default_factory=Fp8)
+    mxfp4: FourBit = dataclasses.field(default_factory=FourBit)
+    int4: FourBit = dataclasses.field(default_factory=FourBit)
+
+    def four_bit(self, variant: str) -> FourBit | None:
+        """Constants of a format of 4 bits, as variants of ops name it; None: of another variant."""
+        return {"four_bit": self.mxfp4, "int4": self.int4}.get(variant)
+
+    def of_variant(self, variant: str) -> Fitted:
+        """Constants of GEMMs with fp8 operands in place of those of 16 bits, if an op's variant has such."""
+        of = self.fp8
+        if variant not in ("block_fp8", "channel_fp8"):
+            return self
+        pace = of.block if variant == "block_fp8" else of.channel
+        # Long ones ran at the clocks of short ones.
+        gemms = replace(self.gemms, pace=pace, few=of.few, rows=of.rows, slow=of.slow, sums=of.sums, power=0.0)
+        experts = replace(self.grouped, expert=of.expert, tile=of.tile, weights=of.weights)
+        return replace(self, gemms=gemms, grouped=experts)
 
 
 @lru_cache
 def read(file: Path = FILE) -> Fitted:
     """Fitted constants that weft ships."""
     document = json.loads(file.read_text())
-    kinds = {"gemms": Gemms, "pushes": Pushes, "exchanges": Exchanges, "grouped": Grouped, "attention": Attention}
-    return Fitted(**{name: kind(**document[name]) for name, kind in kinds.items()})
+    groups = {field.name: field.default_factory for field in dataclasses.fields(Fitted)}
+    return Fitted(**{name: kind(**document[name]) for name, kind in groups.items()})
+
+
+@lru_cache
+def shipped(variant: str = "") -> Fitted:
+    """``read`` for an op's variant."""
+    return read().of_variant(variant)
 
 
 def to_json(fitted: Fitted) -> str:

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from weft.costs import pushes
-from weft.costs.fitted import Gemms
+from weft.costs.fitted import FourBit, Gemms
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
@@ -18,10 +18,26 @@ from weft.runtime.arithmetic import cdiv
 TILES = ((128, 256), (128, 128), (64, 128))
 # Rows up to which the weights decide; rows from which two ranks' pieces of peers' rows are cut in two.
 FEW_ROWS, LONG_ROWS = 128, 4096
+# Rows of the whole GEMM up to which overlap saves less time than the smaller GEMMs lose, for what a layer or a team of
+# several nodes takes for all of its GEMMs. Four H200s, AG-GEMM 256x12800x5120: 77 us, overlapped 153
+# (lab/h200-x4-matmul.json@4c5a438).
+SEQUENTIAL_ROWS = 512
+# Start of a copy of scales, in front of the flag.
+SCALES_COPY = 2.2
+# Rows up to which numbers of a weight in 4 bits are made in the GEMM (weft.ops.gemm.small_m_rule).
+FOUR_BIT_ROWS = 64
+
+
+def sequential_rows(world_size: int) -> int:
+    """Most rows of all ranks that a plan may multiply in sequence with a collective.
+
+    That of more rows would keep some 80 MB of the heap for messages of a few MB.
+    """
+    return SEQUENTIAL_ROWS * (2 if world_size == 2 else 1)
 
 
 class Size(NamedTuple):
-    """One GEMM. fp8: on tensor cores twice as fast."""
+    """One GEMM. fp8: of rows and weights, on tensor cores twice as fast."""
 
     M: int
     N: int
@@ -30,18 +46,39 @@ class Size(NamedTuple):
     weight: float = 2.0
     fp8: bool = False
 
+    @property
+    def row(self) -> int:
+        """Bytes of an element of the rows that are multiplied."""
+        return 1 if self.fp8 else self.item
+
 
 def gemm(gpu: Gpu, fitted: Gemms, size: Size) -> float:
     """A GEMM [M, K] @ [N, K].T of one rank."""
     M, N, K = size[:3]
-    moved = (M * K + M * N) * size.item + N * K * size.weight
+    weights = N * K * size.weight
+    moved = M * K * size.row + M * N * size.item + weights
     if M <= FEW_ROWS:
         arithmetic = 2 * max(16, M) * N * K / gpu.flops
-        return gpu.launch + fitted.few + moved / gpu.memory + fitted.rows * arithmetic
+        read = (moved + fitted.slow * weights) / gpu.memory
+        return gpu.launch + fitted.few + read + fitted.rows * arithmetic
     waves, each = tiling(gpu, fitted, size)
     idle = math.ceil(waves) - waves
     work = (waves + fitted.waves * idle) * each * slowed(gpu, fitted, size)
     return gpu.launch + fitted.begin + max(work, moved / gpu.memory)
+
+
+def four_bit(gpu: Gpu, fitted: Gemms, of: FourBit, size: Size) -> float:
+    """``gemm`` of a weight in 4 bits, converted in the GEMM of few rows and before the GEMM of more."""
+    M, N, K = size[:3]
+    if M > FOUR_BIT_ROWS:
+        return widened(gpu, of, N * K * size.weight, N * K) + gemm(gpu, fitted, size._replace(weight=float(size.item)))
+    arithmetic = 2 * max(16, M) * N * K / gpu.flops
+    return gpu.launch + fitted.few + N * K / (of.convert * gpu.sms) + of.rows * arithmetic
+
+
+def widened(gpu: Gpu, of: FourBit, nbytes: float, numbers: float) -> float:
+    """Kernel that writes a weight in 16 bits. nbytes: of the ``numbers`` in 4 bits."""
+    return gpu.launch + (nbytes + 2 * numbers) / (of.widen * gpu.memory)
 
 
 def slowed(gpu: Gpu, fitted: Gemms, size: Size) -> float:
@@ -66,11 +103,12 @@ def tiling(gpu: Gpu, fitted: Gemms, size: Size) -> tuple[float, float]:
 
 def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world_size: int) -> dict[str, float]:
     """All-gather of A [M, K], and its product with N rows of this rank."""
-    rows = size.M * size.K * (1 if size.fp8 else size.item)
+    rows = size.M * size.K * size.row
     gather = min(pushes.exchange(gpu, of_pushes, rows, world_size).values())
+    scales = min(pushes.exchange(gpu, of_pushes, rows / 32, world_size).values()) if size.fp8 else 0.0
     return {
         "pipelined": _gathering(gpu, fitted, size, world_size),
-        "sequential": fitted.after * gather + gemm(gpu, fitted, size) + fitted.between,
+        "sequential": fitted.after * gather + scales + gemm(gpu, fitted, size) + fitted.between,
     }
 
 
@@ -110,11 +148,12 @@ def _fused(gpu: Gpu, fitted: Gemms, size: Size, sent: float) -> float:
 def _gathering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int) -> float:
     """GEMM of the own rows, then of each peer's as they arrive."""
     rows = size.M // world_size
-    nbytes = rows * size.K * (1 if size.fp8 else size.item)
+    nbytes = rows * size.K * size.row
     work = slowed(gpu, fitted, size) * _work(gpu, fitted, size, rows)
     clock, landed = work, 0.0
+    begin = gpu.copy + (SCALES_COPY if size.fp8 else 0.0)
     for _ in range(world_size - 1):
-        landed += gpu.copy + nbytes / gpu.link
+        landed += begin + nbytes / gpu.link
         clock = max(clock, landed) + work
     return fitted.call + clock + fitted.beside * landed
 
@@ -131,6 +170,8 @@ def _scattering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int) -> float:
     clock += slower * _work(gpu, fitted, size, rows)
     added = (world_size + 1) * nbytes / (fitted.add * gpu.memory)
     beside = fitted.beside * (world_size - 1) * (gpu.copy + nbytes / gpu.link)
+    # No longer than GEMMs of twice the time would take, which hid the copies.
+    beside += min(fitted.sums * (world_size - 1) * nbytes / gpu.link, clock / 2)
     return fitted.call + fitted.scatter + max(clock, sent) + beside + added
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from weft.costs import exchanges, pushes
-from weft.costs.fitted import Fitted
+from weft.costs import exchanges, gemms, pushes
+from weft.costs.fitted import Fitted, FourBit
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
 # Columns of a tile, and blocks of pairs (weft.ops.moe.moe_schedule).
 COLUMNS, BLOCKS, SLABS = 256, (16, 32, 64, 128), 4
+# Pairs of a tile up to which it makes the numbers of a weight in 4 bits.
+FOUR_BIT_BLOCK = 32
 
 
 class Experts(NamedTuple):
@@ -23,6 +25,7 @@ class Experts(NamedTuple):
     tokens  that a rank sees: all ranks' together, where rows are gathered
     held    experts of a rank, of ``experts``; item, weight: bytes of an element of rows and of weights
     ranks   that hold the other experts, and wait for the one with the most chosen ones; 1: there are none
+    sent    bytes of an element of rows on their way to the experts
     """
 
     tokens: int
@@ -34,11 +37,16 @@ class Experts(NamedTuple):
     item: int = 2
     weight: float = 2.0
     ranks: int = 1
+    sent: float = 2.0
 
     @property
     def pairs(self) -> float:
         """Tokens and choices that a rank computes."""
         return self.tokens * self.choices * self.held / self.experts
+
+    def matrix(self, gated: bool) -> tuple[int, int]:
+        """(N, K) of an expert's gate and up together, or of its down."""
+        return (2 * self.features, self.hidden) if gated else (self.hidden, self.features)
 
     @property
     def hit(self) -> float:
@@ -54,24 +62,48 @@ class Experts(NamedTuple):
 
 def grouped(gpu: Gpu, fitted: Fitted, experts: Experts, N: int, K: int) -> float:
     """Grouped GEMM [pairs, K] @ [held, N, K] of a rank."""
-    of = fitted.grouped
-    mean = experts.tokens * experts.choices / experts.experts
-    block = next((rows for rows in BLOCKS[:-1] if 2 * mean <= rows), BLOCKS[-1])
-    # Of an expert with more than a block of pairs the last tile is half full in the mean.
-    tiles = math.ceil(max(experts.hit, experts.pairs / block + experts.hit / 2)) * cdiv(N, COLUMNS)
-    tile = block * COLUMNS * K * 2 * gpu.sms / gpu.flops * of.expert
+    of, block = fitted.grouped, block_of(experts)
+    tile = block * COLUMNS * K * 2 * gpu.sms / gpu.flops * of.expert + of.tile
     moved = experts.hit * N * K * experts.weight + experts.pairs * (K + N) * experts.item
-    return of.call + max(cdiv(tiles, gpu.sms) * tile, moved / (of.weights * gpu.memory))
+    return of.call + max(waves(gpu, experts, N) * tile, moved / (of.weights * gpu.memory))
+
+
+def block_of(experts: Experts) -> int:
+    """Pairs of a tile at most."""
+    mean = experts.tokens * experts.choices / experts.experts
+    return next((rows for rows in BLOCKS[:-1] if 2 * mean <= rows), BLOCKS[-1])
+
+
+def waves(gpu: Gpu, experts: Experts, N: int) -> int:
+    """Tiles of N columns that an SM computes one after the other."""
+    # Of an expert with more than a block of pairs the last tile is half full in the mean.
+    tiles = math.ceil(max(experts.hit, experts.pairs / block_of(experts) + experts.hit / 2)) * cdiv(N, COLUMNS)
+    return cdiv(tiles, gpu.sms)
+
+
+def four_bit(gpu: Gpu, fitted: Fitted, of: FourBit, experts: Experts, N: int, K: int) -> float:
+    """``grouped`` of weights in 4 bits, converted in tiles of few pairs and before the GEMM of more."""
+    if block_of(experts) > FOUR_BIT_BLOCK:
+        return widened(gpu, of, experts, N, K) + grouped(
+            gpu, fitted, experts._replace(weight=float(experts.item)), N, K
+        )
+    return fitted.grouped.call + waves(gpu, experts, N) * COLUMNS * K / of.experts
+
+
+def widened(gpu: Gpu, of: FourBit, experts: Experts, N: int, K: int) -> float:
+    """Kernel that writes all experts' weights [N, K] in 16 bits."""
+    numbers = experts.held * N * K
+    return gemms.widened(gpu, of, numbers * experts.weight, numbers)
 
 
 def gate_up(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
     """With gate and up, and their product."""
-    return grouped(gpu, fitted, experts, 2 * experts.features, experts.hidden)
+    return grouped(gpu, fitted, experts, *experts.matrix(gated=True))
 
 
 def down(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
     """With down."""
-    return grouped(gpu, fitted, experts, experts.hidden, experts.features)
+    return grouped(gpu, fitted, experts, *experts.matrix(gated=False))
 
 
 def ag_moe(gpu: Gpu, fitted: Fitted, experts: Experts, world_size: int) -> float:
@@ -79,7 +111,7 @@ def ag_moe(gpu: Gpu, fitted: Fitted, experts: Experts, world_size: int) -> float
     work = gate_up(gpu, fitted, experts)
     if world_size == 1:
         return work
-    rows = experts.tokens / world_size * experts.hidden * experts.item
+    rows = experts.tokens / world_size * experts.hidden * experts.sent
     arrived = clock = 0.0
     for _ in range(world_size):
         clock = max(clock, arrived) + work / world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,8 +26,15 @@ ERRORS = Path(__file__).parent / "errors.json"
 UNKNOWN_OP, UNKNOWN_SIZE, UNKNOWN_GPU = 0.25, 0.15, 0.2
 # GPUs of the committed rows.
 MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-# Names of variants -> (bytes of a weight, GEMMs in fp8).
-WEIGHTS = {"block_fp8": (1.0, True), "channel_fp8": (1.0, True), "four_bit": (0.5625, False), "int4": (0.5625, False)}
+# Variants of quantized weights -> bytes of a weight with its share of a scale. "four_bit": MXFP4.
+WEIGHTS = {"block_fp8": 1.0, "channel_fp8": 1.0, "four_bit": 0.53, "int4": 0.53}
+# µs that a norm takes longer where it writes fp8, and bytes of each element that it moves besides, as it were: one H200, 128
+# and 4,096 rows of 5,120 columns 3.5 and 55.3 us, in 16 bits 2.5 and 43.3 (benchmarks/lab/h200-fp8-rows.json).
+ROUNDING, ROUNDED = 0.9, 2.4
+# Bytes that a norm moves for each element.
+NORMED = 8
+# Bytes of an element of rows that are sent to experts in fp8, with its share of a scale.
+SENT = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +63,8 @@ def predict(
 ) -> Predicted:
     """Predicted time of a call of ``op``.
 
-    op      name in weft.ops, with a variant as ``weft bench`` names it: moe_dispatch+fp8, matmul+block_fp8, matmul+four_bit.
+    op      name in weft.ops, with a variant as ``weft bench`` names it: moe_dispatch+fp8, matmul+block_fp8, matmul+four_bit;
+            rows beside weights in fp8 are in fp8. Also matmul+int4, all_reduce_rms_norm+fp8 with a norm that writes fp8.
             Also "memory", a kernel that reads and writes (bytes,), such as a norm
     shape   as ``weft bench`` has it for the op:
             (M, N, K) of a GEMM, M rows of the whole GEMM, N and K of one rank's; (bytes,) of a collective's whole tensor;
@@ -75,14 +83,13 @@ def predict(
         raise ValueError(f"design={quoted(design)} of {name} has no costs; pass one of auto, {', '.join(times)}")
     chosen = min(times, key=lambda one: times[one]) if design == "auto" else design
     by_design = {one: us * 1e-6 for one, us in times.items()}
-    return Predicted(
-        seconds=by_design[chosen], error=error_of(name, world_size, named(gpu).gpu), design=chosen, by_design=by_design
-    )
+    error = error_of(op.replace("-", "_"), world_size, named(gpu).gpu)
+    return Predicted(seconds=by_design[chosen], error=error, design=chosen, by_design=by_design)
 
 
 def error_of(op: str, world_size: int, gpu: str) -> float:
-    """Relative error bar of an op's predicted times."""
-    known = errors().get(op, {})
+    """Relative error bar of an op's predicted times; of a variant without rows, the one of the op."""
+    known = errors().get(op) or errors().get(op.partition("+")[0], {})
     if str(world_size) in known:
         error = max(known[str(world_size)][1:3])
     else:
@@ -102,10 +109,15 @@ def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: G
     name, _, variant = op.replace("-", "_").partition("+")
     if name not in OPS:
         raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
-    count, made = OPS[name]
+    count, _ = OPS[name]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
-    return made(gpu, fitted.read(), Asked(variant, shape, item, world_size))
+    return OPS[name][1](gpu, fitted.shipped(variant), Asked(variant, shape, item, world_size))
+
+
+def costs(gpu: Gpu, of: fitted.Fitted, name: str, asked: Asked) -> dict[str, float]:
+    """µs by design of a call of the op of this name, by these constants."""
+    return OPS[name][1](gpu, of.of_variant(asked.variant), asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +130,29 @@ class Asked:
     world_size: int
 
     @property
+    def fp8(self) -> bool:
+        """True for weights and rows in fp8."""
+        return self.variant in ("block_fp8", "channel_fp8")
+
+    @property
+    def weight(self) -> float:
+        return WEIGHTS.get(self.variant, float(self.item))
+
+    @property
     def gemm(self) -> gemms.Size:
-        weight, fp8 = WEIGHTS.get(self.variant, (float(self.item), False))
-        return gemms.Size(*self.shape[:3], self.item, weight, fp8)
+        return gemms.Size(*self.shape[:3], self.item, self.weight, self.fp8)
 
     @property
     def experts(self) -> grouped.Experts:
         """Experts, with ``tokens`` of the shape."""
-        weight, _ = WEIGHTS.get(self.variant, (float(self.item), False))
-        held, experts = self.shape[3], self.shape[2]
-        return grouped.Experts(*self.shape[:6], self.item, weight, self.world_size if held < experts else 1)
+        ranks = self.world_size if self.shape[3] < self.shape[2] else 1
+        sent = SENT if self.variant == "block_fp8" else float(self.item)
+        return grouped.Experts(*self.shape[:6], self.item, self.weight, ranks, sent)
+
+    @property
+    def of_16_bits(self) -> Asked:
+        """The same call with weights of 16 bits."""
+        return replace(self, variant="")
 
     @property
     def every(self) -> grouped.Experts:
@@ -150,12 +175,47 @@ def _one(us: float) -> dict[str, float]:
 
 
 def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
-    def costs(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    def by_design(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
         if asked.world_size == 1:
-            return {"sequential": gemms.gemm(gpu, of.gemms, asked.gemm)}
-        return time(gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
+            return {"sequential": _gemm(gpu, of, asked, asked.shape[1])}
+        if (form := of.four_bit(asked.variant)) is not None:
+            # A kernel writes the weight in 16 bits.
+            numbers = asked.shape[1] * asked.shape[2]
+            first = gemms.widened(gpu, form, numbers * asked.weight, numbers)
+            return {name: first + us for name, us in by_design(gpu, of, asked.of_16_bits).items()}
+        made = time(gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
+        if not asked.fp8:
+            return made
+        # Designs that a plan may take: none is fused.
+        few = asked.shape[0] <= gemms.sequential_rows(asked.world_size)
+        return {name: made[name] for name in ("pipelined", "sequential")[: 1 + few]}
 
-    return costs
+    return by_design
+
+
+def _gemm(gpu: Gpu, of: fitted.Fitted, asked: Asked, N: int) -> float:
+    size, form = asked.gemm._replace(N=N), of.four_bit(asked.variant)
+    return gemms.gemm(gpu, of.gemms, size) if form is None else gemms.four_bit(gpu, of.gemms, form, size)
+
+
+def _experts(gpu: Gpu, of: fitted.Fitted, asked: Asked, gated: bool) -> dict[str, float]:
+    """Grouped GEMM by itself."""
+    experts, form = asked.experts, of.four_bit(asked.variant)
+    if form is None:
+        return _one(grouped.gate_up(gpu, of, experts) if gated else grouped.down(gpu, of, experts))
+    return _one(grouped.four_bit(gpu, of, form, experts, *experts.matrix(gated)))
+
+
+def _moved(time: Costs, gated: bool) -> Costs:
+    """Grouped GEMM with a collective, which takes no weight in 4 bits: a kernel writes it in 16 first."""
+
+    def by_design(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+        if (form := of.four_bit(asked.variant)) is None:
+            return time(gpu, of, asked)
+        first = grouped.widened(gpu, form, asked.experts, *asked.experts.matrix(gated))
+        return {name: first + us for name, us in time(gpu, of, asked.of_16_bits).items()}
+
+    return by_design
 
 
 def _exchanged(adds: bool = False) -> Costs:
@@ -163,7 +223,9 @@ def _exchanged(adds: bool = False) -> Costs:
 
 
 def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked, rows: int, width: int) -> dict[str, float]:
-    return pushes.all_reduce_rms_norm(gpu, of.pushes, rows, width, asked.item, asked.world_size)
+    times = pushes.all_reduce_rms_norm(gpu, of.pushes, rows, width, asked.item, asked.world_size)
+    more = ROUNDING + ROUNDED * rows * width / gpu.memory if asked.variant == "fp8" else 0.0
+    return {name: us + more for name, us in times.items()}
 
 
 def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -172,6 +234,11 @@ def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     work = grouped.down(gpu, of, asked.experts)
     read = asked.experts.pairs * hidden * asked.item / gpu.memory
     return {"in_norm": work + norm + read, "sequential": work + norm + read + gpu.launch}
+
+
+def _memory(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    rounding = ROUNDING + ROUNDED * asked.shape[0] / NORMED / gpu.memory if asked.variant == "fp8" else 0.0
+    return _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory + rounding)
 
 
 def _route(gpu: Gpu, tokens: int) -> float:
@@ -223,10 +290,8 @@ def _gathered_prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, fl
 
 # Name -> (number of sizes, costs). N of a GEMM with silu counts results, of gate and up each.
 OPS: dict[str, tuple[int, Costs]] = {
-    "matmul": (3, lambda gpu, of, asked: _one(gemms.gemm(gpu, of.gemms, asked.gemm))),
-    "matmul_silu_mul": (
-        3, lambda gpu, of, asked: _one(gemms.gemm(gpu, of.gemms, asked.gemm._replace(N=2 * asked.shape[1]))),
-    ),
+    "matmul": (3, lambda gpu, of, asked: _one(_gemm(gpu, of, asked, asked.shape[1]))),
+    "matmul_silu_mul": (3, lambda gpu, of, asked: _one(_gemm(gpu, of, asked, 2 * asked.shape[1]))),
     "all_gather_matmul": (3, _overlapped(gemms.ag_gemm)),
     "matmul_reduce_scatter": (3, _overlapped(gemms.gemm_rs)),
     "matmul_all_reduce": (3, _overlapped(gemms.gemm_ar)),
@@ -239,13 +304,15 @@ OPS: dict[str, tuple[int, Costs]] = {
     "all_reduce_rms_norm": (2, lambda gpu, of, asked: _norm(gpu, of, asked, *asked.shape[:2])),
     "moe_dispatch": (6, lambda gpu, of, asked: exchanges.dispatch(gpu, of.exchanges, of.pushes, asked.rows)),
     "moe_combine": (6, lambda gpu, of, asked: exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)),
-    "grouped_matmul": (6, lambda gpu, of, asked: _one(grouped.down(gpu, of, asked.experts))),
-    "grouped_matmul_silu_mul": (6, lambda gpu, of, asked: _one(grouped.gate_up(gpu, of, asked.experts))),
+    "grouped_matmul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=False)),
+    "grouped_matmul_silu_mul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=True)),
     "all_gather_grouped_matmul_silu_mul": (
-        6, lambda gpu, of, asked: _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size)),
+        6, _moved(lambda gpu, of, asked: _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size)), gated=True),
     ),
-    "grouped_matmul_reduce_scatter": (6, lambda gpu, of, asked: grouped.moe_rs(gpu, of, asked.every, asked.world_size)),
-    "grouped_matmul_all_reduce_rms_norm": (6, _moe_norm),
+    "grouped_matmul_reduce_scatter": (
+        6, _moved(lambda gpu, of, asked: grouped.moe_rs(gpu, of, asked.every, asked.world_size), gated=False),
+    ),
+    "grouped_matmul_all_reduce_rms_norm": (6, _moved(_moe_norm, gated=False)),
     "route": (6, lambda gpu, of, asked: _one(_route(gpu, asked.shape[0]))),
     "moe_schedule": (6, lambda gpu, of, asked: _one(_schedule(gpu, asked.shape[0]))),
     "moe_sum": (6, _sum),
@@ -255,5 +322,5 @@ OPS: dict[str, tuple[int, Costs]] = {
     "sharded_decode_attention": (5, _sharded),
     "paged_prefill_attention": (4, lambda gpu, of, asked: _one(_prefill(gpu, of, asked))),
     "gathered_prefill_attention": (4, _gathered_prefill),
-    "memory": (1, lambda gpu, of, asked: _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory)),
+    "memory": (1, _memory),
 }  # fmt: skip

@@ -41,11 +41,17 @@ class Launch(NamedTuple):
     count: float = 1
 
 
+def is_fp8(variant: str) -> bool:
+    """True for the variant of weights, and of rows of their GEMMs, in fp8."""
+    return variant in ("+block_fp8", "+channel_fp8")
+
+
 class Mixture(NamedTuple):
     """Experts of a rank.
 
     choices   of a token, of ``experts`` in all
     features  of one of the ``held`` experts on this rank, and of its part of a ``shared`` one
+    variant   as of ``Layer``: gpt-oss has quantized experts beside projections of 16 bits
     """
 
     choices: int
@@ -53,6 +59,7 @@ class Mixture(NamedTuple):
     held: int
     features: int
     shared: int = 0
+    variant: str = ""
 
 
 class Layer(NamedTuple):
@@ -60,7 +67,7 @@ class Layer(NamedTuple):
 
     qkv       columns of the first projections; o: depth of the last
     features  of a dense MLP; mixture: in its place
-    variant   of quantized weights, as ``predict`` has it: "+block_fp8"
+    variant   of quantized weights, but of experts, as ``predict`` has it: "+block_fp8"
     """
 
     hidden: int
@@ -90,12 +97,15 @@ class Pass:
     def norm(self) -> Launch:
         """Norm of a layer's input, with the sum over ranks where the recipe has it there."""
         hidden, item = self.layer.hidden, self.layer.item
+        # Rows of experts stay in 16 bits, for their router.
+        in_fp8 = is_fp8(self.layer.variant) and self.layer.mixture is None
         if self.recipe == FUSED_NORM and self.world_size > 1:
-            return Launch("all-reduce + norm", "all_reduce_rms_norm", (self.tokens, hidden))
+            op = "all_reduce_rms_norm+fp8" if in_fp8 else "all_reduce_rms_norm"
+            return Launch("all-reduce + norm", op, (self.tokens, hidden))
         rows = cdiv(self.tokens, self.world_size) if self.recipe == SEQUENCE_PARALLEL else self.tokens
         # Partials of split-K in fp32, two in the mean, or the sum; the residual, read and written; the normed rows.
         read = 8 if self.recipe == FUSED_NORM else item
-        return Launch("norm", "memory", (rows * hidden * (read + 3 * item),))
+        return Launch("norm", "memory+fp8" if in_fp8 else "memory", (rows * hidden * (read + 3 * item),))
 
     def columns(self, what: str, width: float) -> Launch:
         """GEMM whose weight is split by rows: all ranks have all tokens, or gather them."""
@@ -122,7 +132,7 @@ class Pass:
 
     def experts(self, of: Mixture) -> Iterator[Launch]:
         """Mixture of experts between its norm and the next."""
-        hidden, item, w = self.layer.hidden, self.layer.item, self.layer.variant
+        hidden, item, w = self.layer.hidden, self.layer.item, of.variant
         shape = (self.tokens, of.choices, of.experts, of.held, hidden, of.features)
         if of.shared:
             yield Launch("shared gate, up", f"matmul_silu_mul{w}", (self.tokens, of.shared, hidden))
@@ -135,8 +145,8 @@ class Pass:
             yield Launch("experts down", f"grouped_matmul_reduce_scatter{w}", of_rank)
             return
         yield Launch("router", "matmul_route_schedule", shape)
-        if w in ("+block_fp8", "+channel_fp8"):  # of the projections and of the experts
-            yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),), 2)
+        if count := is_fp8(self.layer.variant) + is_fp8(w):  # of the projections and of the experts
+            yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),), count)
         yield Launch("experts gate, up", f"grouped_matmul_silu_mul{w}", shape)
         yield Launch("experts down", f"grouped_matmul{w}", shape)
         yield Launch("sum of experts", "moe_sum", shape)
@@ -173,21 +183,9 @@ class Changes(NamedTuple):
         return FUSED_NORM if tokens <= self.fused_norm else REPLICATED
 
 
-def times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
-    """µs of a layer without its attention, by recipe.
-
-    Quantized weights count as 16 bits: of overlapped GEMMs in fp8 costs are off by a quarter.
-    """
-    return _times(tokens, layer._replace(variant=""), world_size, gpu)
-
-
-def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
-    """Numbers of tokens at which recipes change, by ``times``."""
-    return _changes(layer._replace(variant=""), world_size, gpu)
-
-
 @remembered
-def _times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
+def times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
+    """µs of a layer without its attention, by recipe."""
     passes = (Pass(recipe=recipe, tokens=tokens, world_size=world_size, layer=layer) for recipe in RECIPES)
     return {one.recipe: _sum(one.launches(), one, gpu) for one in passes}
 
@@ -205,18 +203,30 @@ def _gathering(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> tuple[fl
     """µs of a feed-forward whose rows are gathered first, and under its first GEMM, beside what both have."""
     of = Pass(recipe=SEQUENCE_PARALLEL, tokens=tokens, world_size=world_size, layer=layer)
     if layer.mixture is None:
-        gemm = times_of("all_gather_matmul", (tokens, 2 * layer.features, layer.hidden), layer.item, world_size, gpu)
-        return gemm["sequential"], gemm["pipelined"]
+        shape = tokens, 2 * layer.features, layer.hidden
+        gemm = times_of(f"all_gather_matmul{layer.variant}", shape, layer.item, world_size, gpu)
+        if not layer.variant:
+            return gemm["sequential"], gemm["pipelined"]
+        return _sum(_gathered(tokens, layer), of, gpu), min(gemm.values())
     sent = [Launch("rows", op, (tokens * layer.hidden * layer.item,)) for op in ("all_gather", "reduce_scatter")]
     local = replace(of, recipe=FUSED_NORM).experts(layer.mixture)
     return _sum((*sent, *local), of, gpu), _sum(of.experts(layer.mixture), of, gpu)
 
 
+def _gathered(tokens: int, layer: Layer) -> Iterator[Launch]:
+    """Rows in 16 bits, and the first GEMM of a dense MLP of quantized weights."""
+    yield Launch("rows", "all_gather", (tokens * layer.hidden * layer.item,))
+    if is_fp8(layer.variant):
+        yield Launch("rows in fp8", "memory", (tokens * layer.hidden * (layer.item + 1),))
+    yield Launch("gate, up", f"matmul{layer.variant}", (tokens, 2 * layer.features, layer.hidden))
+
+
 @remembered
-def _changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
+def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
+    """Numbers of tokens at which recipes change, by ``times``."""
     if world_size == 1:  # nothing is sent; a norm may add up partials, and a GEMM of few gathered rows has silu
         return Changes(PARTIAL_ROWS, math.inf, FEW_ROWS)
-    by_tokens = [_times(tokens, layer, world_size, gpu) for tokens in TOKENS]
+    by_tokens = [times(tokens, layer, world_size, gpu) for tokens in TOKENS]
     norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
     # Few rows take as long as the weights are read: no transport hides there.
     few = sum(tokens <= FEW_ROWS for tokens in TOKENS)

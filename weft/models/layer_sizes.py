@@ -6,14 +6,15 @@ from collections import Counter
 
 from weft.costs.recipes import Layer, Mixture
 from weft.models.config import DecoderConfig
+from weft.parallel.quantized import Fp8Format
 from weft.runtime.arithmetic import cdiv
 
 
-def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item: int = 2, variant: str = "") -> Layer:
+def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item: int = 2) -> Layer:
     """Layer of ``config`` on one of ``world_size`` ranks, of the most frequent kind.
 
     slices   experts are split by their features, else whole
-    item     bytes of an element; variant: of quantized weights, as ``weft.costs.recipes.Layer`` has it
+    item     bytes of an element that is not quantized
     """
     kinds = Counter(
         (config.linear_attention is not None and config.linear_attention.layers[at],
@@ -22,12 +23,14 @@ def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item:
     )  # fmt: skip
     linear, has_experts = max(kinds, key=lambda kind: kinds[kind])
     qkv, o = _linear(config, world_size) if linear else _attention(config, world_size)
-    mixture = mixture_of(config, world_size, slices) if has_experts else None
+    mixture = mixture_of(config, world_size, slices, item) if has_experts else None
+    names = config.family.weights
+    variant = _variant(config, names.linear_attention if linear else names.attention, item)
     return Layer(config.hidden_size, qkv, o, cdiv(config.intermediate_size, world_size), mixture, item, variant)
 
 
-def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False) -> Mixture:
-    """Experts of a rank."""
+def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False, item: int = 2) -> Mixture:
+    """Experts of a rank. slices, item: as of ``layer_of``."""
     experts = config.experts
     held, features = experts.num_experts, experts.intermediate_size
     if world_size > 1 and slices:
@@ -35,7 +38,23 @@ def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False) -> 
     elif world_size > 1:
         held //= world_size
     shared = cdiv(experts.shared_intermediate_size or 0, world_size)
-    return Mixture(experts.num_experts_per_tok, experts.num_experts, held, features, shared)
+    variant = _variant(config, config.family.weights.mlp, item)
+    return Mixture(experts.num_experts_per_tok, experts.num_experts, held, features, shared, variant)
+
+
+def _variant(config: DecoderConfig, module: str, item: int) -> str:
+    """Variant of ops that take this module's matrices, as ``Layer`` has it; "": not quantized.
+
+    As of the last layer. With rows of 32 bits all weights are converted to 32 bits first.
+    """
+    quantization = config.quantization
+    last = f"{config.family.weights.layers}.{config.num_hidden_layers - 1}"
+    if quantization is None or item > 2 or quantization.ignores(f"{last}.{module}"):
+        return ""
+    format = quantization.format
+    if isinstance(format, Fp8Format):
+        return "+block_fp8" if format.scheme == "block" else "+channel_fp8"
+    return "+four_bit" if format.kind == "mxfp4" else "+int4"
 
 
 def _attention(config: DecoderConfig, world_size: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ class StepCosts:
 
     attention  µs of decode attention in a step, beside its time in a row: negative, it begins before the previous kernel ends
     sustained  factor of GEMMs and grouped GEMMs in passes of SUSTAINED_TOKENS tokens and more
-    fp8        factor of GEMMs of fp8 weights and more than FEW_ROWS rows; fp8_few: of fewer rows
+    fp8        factor of GEMMs of fp8 weights and more than FEW_ROWS rows; fp8_few: of fewer rows, not of experts
     errors     relative errors by kind of step, of committed rows that the fit has not seen
     """
 
@@ -37,7 +37,7 @@ class StepCosts:
         factor = 1.0
         if "matmul" in op and tokens >= SUSTAINED_TOKENS:
             factor *= self.sustained
-        if "fp8" in op:
+        if "matmul" in op and "fp8" in op and (tokens > FEW_ROWS or not op.startswith("grouped")):
             factor *= self.fp8 if tokens > FEW_ROWS else self.fp8_few
         beside = self.attention if op in ("decode_attention", "sharded_decode_attention") else 0.0
         return max(0.5e-6, factor * seconds + beside * 1e-6)

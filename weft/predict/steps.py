@@ -24,10 +24,6 @@ DRAFTING = 8
 # Of gated delta nets, by decode steps of Qwen3.6-27B on two H200s, 8.04 to 17.06 ms at 1 to 128 sequences: factor of the time
 # of states, which the kernel reads more slowly than the memory gives them, and small launches of torch.
 STATES, PARTS = 1.5, 5
-# Names of quantized weights -> variant of the ops.
-VARIANTS = {
-    "fp8": "block_fp8", "fp8_per_block": "block_fp8", "fp8_per_channel": "channel_fp8", "mxfp4": "four_bit", "int4": "four_bit",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +69,6 @@ class Layout:
     cache_bytes: int = 2
     stages: int = 1
 
-    @property
-    def variant(self) -> str:
-        return "" if self.quantization is None else f"+{VARIANTS[self.quantization]}"
-
 
 def tokens_of(step: Sequence[int]) -> int:
     """Tokens that a step computes."""
@@ -87,7 +79,8 @@ def tokens_of(step: Sequence[int]) -> int:
 @lru_cache
 def layer_in(config: DecoderConfig, layout: Layout) -> Layer:
     """Layer of ``config`` on a rank."""
-    return layer_of(config, layout.world_size, layout.slices, config.dtype.itemsize, layout.variant)
+    quantized = config.quantized(layout.quantization)
+    return layer_of(quantized, layout.world_size, layout.slices, config.dtype.itemsize)
 
 
 def recipe_of(config: DecoderConfig, tokens: int, layout: Layout, gpu: str) -> str:
@@ -156,7 +149,7 @@ class _Layer:
     """Launches of one layer of a step."""
 
     def __init__(self, config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str) -> None:
-        self.config, self.layout = config, layout
+        self.config, self.layout = config.quantized(layout.quantization), layout
         self.batch, self.length, self.new = step[:3]
         self.tokens, self.world = tokens_of(step), layout.world_size
         self.hidden, self.item = config.hidden_size, config.dtype.itemsize
@@ -248,4 +241,4 @@ class _Layer:
 
     def mixture(self) -> Iterator[Launch]:
         yield self.of.norm()
-        yield from self.of.experts(mixture_of(self.config, self.world, self.layout.slices))
+        yield from self.of.experts(mixture_of(self.config, self.world, self.layout.slices, self.item))

@@ -37,10 +37,14 @@ def test_ranks_with_other_shares_of_k_choose_alike(name, world_size):
             assert len({op.plan(call, here).name for call in shares}) == 1
 
 
-def test_fp8_weights_choose_by_rows():
+@pytest.mark.parametrize("form", ["block_fp8", "channel_fp8"])
+def test_fp8_weights_choose_by_predicted_times_too(form):
     for name in OVERLAPPED:
-        assert "too few rows" in plan(name, 512, 4352, 2560, block_fp8=True).reason
-        assert "enough rows" in plan(name, 4096, 4352, 2560, block_fp8=True).reason
+        for world_size in (2, 4):
+            few, many = (plan(name, M, 4352, 2560, world_size, **{form: True}) for M in (64, 6144))
+            assert (few.name, many.name) == ("sequential", "pipelined")
+            assert few.reason.startswith("predicted µs in a row: sequential ") and "fused" not in few.reason
+    assert "sequential" not in plan("matmul_all_reduce", 6144, 4352, 2560, 4, block_fp8=True).reason.split(";")[0]
 
 
 def test_a_design_is_chosen_only_among_the_judged_ones():

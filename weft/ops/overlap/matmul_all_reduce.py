@@ -44,7 +44,7 @@ from weft.ops.overlap.pipelined import (
     send_partials,
     share,
 )
-from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential, rows_overlap
+from weft.ops.overlap.sequential import Overlapped, Sequential, rows_overlap
 from weft.ops.overlap.sliced_reduce import SlicedReduce
 from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_flag, check_team
@@ -164,7 +164,7 @@ class MatmulAllReduce(Overlapped):
         if world == 2 or call.fp8:
             return super().rule(call, machine)
         if not rows_overlap(M):
-            return "sequential", f"M={M} <= {SEQUENTIAL_ROWS}: too little to overlap"
+            return "sequential", f"M={M} <= {gemms.SEQUENTIAL_ROWS}: too little to overlap"
         if M // world >= ROWS_IN_BLOCKS:
             return (
                 "pipelined",

@@ -10,8 +10,9 @@ import torch
 
 from weft.costs import fitted
 from weft.costs.choice import least
-from weft.costs.gemms import Size
+from weft.costs.gemms import SEQUENTIAL_ROWS, Size, sequential_rows
 from weft.costs.gpu import gpu_of
+from weft.costs.predicted import WEIGHTS
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import FP8, GemmCall, GemmOp, named
@@ -26,10 +27,6 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Rows of the whole GEMM up to which overlap saves less time than the smaller GEMMs lose, for what a layer or a team of
-# several nodes takes for all of its GEMMs. Four H200s, AG-GEMM 256x12800x5120: 77 us, overlapped 153
-# (lab/h200-x4-matmul.json@4c5a438).
-SEQUENTIAL_ROWS = 512
 # K at which an op that sums over ranks predicts its designs: ranks may hold different shares of K, and must agree.
 COMMON_K = 4096
 
@@ -103,16 +100,12 @@ class Overlapped(GemmOp):
         return (quantized(a, b), *tensors[1:])
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        """The least predicted time, in ``judged``'s order among close ones; of fp8 weights by rows.
-
-        The sequential design is none for many rows: its collective keeps some 80 MB of the heap for messages of a few MB.
-        """
-        few = SEQUENTIAL_ROWS * (2 if machine.world_size == 2 else 1) >= call.M
-        if call.fp8:  # no design of which was measured alone
-            few = few and (self.replicated or call.M <= SEQUENTIAL_ROWS)
-            return ("sequential", "too few rows to overlap") if few else ("pipelined", "enough rows to overlap")
-        item, of = call.dtype.itemsize, fitted.read()
-        size = Size(call.M, call.N, COMMON_K if self.ranks_differ_in_k else call.K, item, float(item))
+        """The least predicted time, in ``judged``'s order among close ones; of many rows, not in sequence."""
+        few = sequential_rows(machine.world_size) >= call.M
+        variant = next((name for name in FP8 if getattr(call, name)), "")
+        item, of = call.dtype.itemsize, fitted.shipped(variant)
+        K = COMMON_K if self.ranks_differ_in_k else call.K
+        size = Size(call.M, call.N, K, item, WEIGHTS.get(variant, float(item)), call.fp8)
         times = type(self).predict(gpu_of(machine.caps), of.gemms, of.pushes, size, machine.world_size)
         names = [name for name in self.judged if name in self.offered(call) and (few or name != "sequential")]
         name, reason = least({name: times[name] for name in names}, machine.caps)

@@ -27,7 +27,7 @@ from weft.bench.regret.file import read
 from weft.costs.choice import chosen
 from weft.costs.fitted import FILE, Fitted, to_json
 from weft.costs.fitted import read as read_fitted
-from weft.costs.gemms import FEW_ROWS, sequential_rows
+from weft.costs.gemms import FEW_ROWS
 from weft.costs.gpu import Gpu, named
 from weft.costs.predicted import ERRORS, OPS, WEIGHTS, Asked, costs
 from weft.plan.planned import Machine, machine
@@ -131,11 +131,6 @@ def _results() -> Iterator[Row]:
                     known = {"op": "cublas", "design": "", "shape": row.shape}
                 elif family != "weft" or op.name not in OPS or design not in ("auto", *op.designs):
                     continue
-                elif variant in WEIGHTS and design == "auto" and op.name in DENSE:
-                    # By the rule of that day.
-                    known["design"] = (
-                        "sequential" if row.shape[0] <= sequential_rows(report.world_size) else "pipelined"
-                    )
                 yield Row(
                     variant=variant, world_size=report.world_size, gpu=report.machine["gpu"],
                     us=row.chain_us or row.median_us, source=folder, **known,

@@ -159,7 +159,7 @@ class MatmulAllReduce(Overlapped):
         return Planned("over_nodes", ScatterGather(scatter=scatter, gather=gather), reason)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        """The least predicted time on two ranks; on more, of which no design alone was measured, by rows."""
+        """The least predicted time on two ranks and in fp8; else by rows, since no design alone was measured."""
         M, world = call.M, machine.world_size
         if world == 2 or call.fp8:
             return super().rule(call, machine)

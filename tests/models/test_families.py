@@ -174,6 +174,30 @@ def test_experts_in_groups_agree_over_simulated_kernels(make_checkpoint, name, m
     check_kernels(make_checkpoint, name, world_size, mode, True, layout)
 
 
+def errors_in_16_bits(directory, mode, quantization):
+    """Median errors of rows of logits in bf16, beside those in fp32 by torch: by torch, by weft's kernels."""
+
+    def main(team, dtype, fused):
+        options = {"mode": mode, "dtype": dtype, "fused": fused, "quantization": quantization}
+        model = Decoder.from_pretrained(directory, team, **options)
+        return torch.cat(in_three_ways(model, prompt(3, 5), (2, 3)), 1).flatten(0, 1)
+
+    exact, *found = (
+        weft.simulate(main, 2, args=given)[0]
+        for given in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+    )
+    return [((rows - exact).norm(dim=1) / exact.norm(dim=1)).median() for rows in found]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("mode", "quantization"), [("gemm_ar", None), ("gemm_ar", "fp8"), ("ag_rs", "fp8")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama-2"])
+def test_kernels_in_16_bits_are_as_near_to_fp32_as_torch(make_checkpoint, name, mode, quantization):
+    """As GPUs run them: norms may be in fp32 beside rows of 16 bits, and rows in fp8 before a quantized matrix."""
+    by_torch, by_kernels = errors_in_16_bits(checkpoint_of(make_checkpoint, name)[0], mode, quantization)
+    assert by_kernels <= 2 * by_torch
+
+
 def test_yarn_goes_beyond_the_positions_in_config(make_checkpoint):
     """Model cards leave max_position_embeddings as it was without YaRN; transformers does not hold to it."""
     directory, reference = make_checkpoint(**FAMILIES["qwen3-yarn"], max_position_embeddings=64)

@@ -10,12 +10,14 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import typer
@@ -357,7 +359,8 @@ class Commands(TyperGroup):
         write_any_text()
         try:
             try:
-                return super().main(*args, **extra)
+                with _ended_while_loading():
+                    return super().main(*args, **extra)
             finally:
                 atexit.register(_end_without_traceback)  # now, to run before what was registered meanwhile
                 if sys.stdout is not None:  # None if it was closed before Python began
@@ -374,6 +377,31 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             _drop_output()
             sys.exit(130)
+
+
+@contextmanager
+def _ended_while_loading() -> Iterator[None]:
+    """Scope in which an interrupt ends this process at once if it comes while modules are loaded.
+
+    Raised there it is lost, or leaves a module half loaded: torch swallows what comes as it loads NumPy.
+    """
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                os._exit(130)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_without_traceback() -> None:

@@ -1,10 +1,12 @@
 """The command line where the machine or its user is unkind: full disks, closed pipes, Ctrl-C, ASCII, long and nested input."""
 
 import errno
+import importlib
 import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -76,6 +78,23 @@ def test_commands_end_without_a_traceback(monkeypatch, arguments, module, functi
     assert says in result.output and "Traceback" not in result.output
     if status != 130:
         assert result.stdout == ""
+
+
+def test_an_interrupt_while_modules_load_is_neither_lost_nor_shown(monkeypatch, tmp_path):
+    """Loaders swallow it, as torch's of NumPy."""
+    (tmp_path / "swallowing.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with console._ended_while_loading():
+        importlib.import_module("swallowing")
+        assert ended and {*ended} == {130}
+        ended.clear()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not ended and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def in_a_process(*arguments, stdout, **environment):

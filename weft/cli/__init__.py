@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
-import typer
+try:  # an interrupt while these load
+    import typer
 
-import weft
-from weft.bench.command import command as bench
-from weft.bench.invariance.command import command as bench_invariance
-from weft.bench.serving.command import command as bench_serve
-from weft.check.command import command as check
-from weft.cli import doctor, generate, serve
-from weft.cli.vllm_flags import COMMANDS, rewritten
-from weft.console import Commands, logged, one_line_errors, single_valued
-from weft.predict.command import predict
-from weft.predict.plan_command import command as plan
-from weft.trace.command import app as trace
-from weft.tune.command import command as tune
+    import weft
+    from weft.bench.command import command as bench
+    from weft.bench.invariance.command import command as bench_invariance
+    from weft.bench.serving.command import command as bench_serve
+    from weft.check.command import command as check
+    from weft.cli import doctor, generate, serve
+    from weft.cli.vllm_flags import COMMANDS, rewritten
+    from weft.console import Commands, logged, one_line_errors, single_valued
+    from weft.predict.command import predict
+    from weft.predict.plan_command import command as plan
+    from weft.trace.command import app as trace
+    from weft.tune.command import command as tune
+except KeyboardInterrupt:
+    sys.exit(130)
 
 
 class WeftCommands(Commands):

@@ -110,10 +110,10 @@ def test_providers_of_other_ops_are_named_when_they_are_left_out():
 
 
 def test_flags_and_providers_that_need_gpus_are_named():
-    words = ["mlp@decode:1x3", "--breakdown", "--eager", "--mode", "auto", "--quick"]
+    words = ["mlp@decode:1x3", "--breakdown", "--eager", "--mode", "auto", "--quick", "--algorithm-cache", "x.json"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    for flag in ("--breakdown", "--eager"):
+    for flag in ("--breakdown", "--eager", "--algorithm-cache"):
         assert f"weft: {flag} has no effect without GPUs\n" in result.stderr
     for outcome in ("weft.auto checked", "weft.auto set up", "torch.compile excluded"):
         assert f"  decode 1x3: {outcome}, " in result.stderr

@@ -72,6 +72,7 @@ def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
         ([examples.__file__, "--node-size", "2", "--world-size", "2,3"], "node_size=2 does not divide world_size=3"),
         ([examples.__file__, "--schedules", "0"], "schedules=0 is not a positive integer"),
         ([examples.__file__, "--torch", "--args", "'open"], "--args 'open: No closing quotation; quote them"),
+        ([examples.__file__, "--gpu-seconds", "3"], "--gpu-seconds 3 is of --gpu; pass both, or leave it out"),
         (["--explain", "xyz"], "--explain xyz is no kind of finding; kinds: race, "),
         ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
         ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),

@@ -195,6 +195,10 @@ def test_token_ids_are_answered_in_token_ids_without_a_tokenizer(checkpoint):
         )
 
 
+def test_a_folder_that_is_no_checkpoint_is_not_asked_for_its_tokenizer(tmp_path):
+    one_line(weft("--model", tmp_path), f"{tmp_path}: no config.json in it, so it is not a Hugging Face checkpoint")
+
+
 def test_runs_as_a_module():
     command = [
         sys.executable,

@@ -119,6 +119,16 @@ def test_what_is_no_file_is_refused_before_it_hangs(directory, name, make, kind)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, "chat_template.jinja"])
+def test_a_file_of_a_gigabyte_is_refused_before_it_is_read(directory, name):
+    with open(directory / name, "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(
+        CheckpointError, match=f"{name}: has 1,073,741,824 bytes, more than the 268,435,456 that weft reads"
+    ):
+        READERS[name](directory)
+
+
 def test_a_file_of_the_index_that_is_a_fifo_is_refused(directory):
     os.mkfifo(directory / "a.safetensors")
     index_of(directory, "a.safetensors")

@@ -213,7 +213,10 @@ class BenchFlags:
             if absent := workload.lacking(words("providers", self.providers)):
                 lines.append(f"{workload.name} has no provider {', '.join(absent)}; the others are measured")
         if without := "without GPUs" if simulated else "with --check-only" if self.check_only else "":
-            given = {"--breakdown": self.of_models.breakdown, "--eager": self.eager}
+            given = {
+                "--breakdown": self.of_models.breakdown, "--eager": self.eager,
+                "--algorithm-cache": simulated and self.algorithm_cache is not None,
+            }  # fmt: skip
             lines += (f"{flag} has no effect {without}" for flag, on in given.items() if on)
         for op, shapes in self.shapes_by_op().items():
             if is_model(op) or op == TRAIN:

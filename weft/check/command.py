@@ -43,7 +43,9 @@ class CheckFlags:
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Also run main on real GPUs, under GSan, Triton's sanitizer for races")
     ] = False
-    gpu_seconds: Annotated[float, typer.Option(help="Most seconds of a run on GPUs [with --gpu]")] = 120.0
+    gpu_seconds: Annotated[
+        float | None, typer.Option(help="Most seconds of a run on GPUs [with --gpu; default: 120]")
+    ] = None
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4")] = "2"
     schedules: Annotated[int, typer.Option(help="Number of runs for each number of ranks")] = _SCHEDULES
     strategy: Annotated[
@@ -78,6 +80,10 @@ class CheckFlags:
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False
 
 
+# Default of --gpu-seconds.
+GPU_SECONDS = 120.0
+
+
 def check(flags: CheckFlags) -> None:
     """Look for races, deadlocks and lost signals, without a GPU, and with --gpu also on GPUs.
 
@@ -98,6 +104,8 @@ def check(flags: CheckFlags) -> None:
             check_output(f"--{name}", getattr(flags, name))
         if flags.gpu:
             _check_gpu(flags)
+        elif flags.gpu_seconds is not None:
+            raise ValueError(f"--gpu-seconds {flags.gpu_seconds:g} is of --gpu; pass both, or leave it out")
         report = _checked(
             _main(flags), world_size=_sizes(flags.world_size), script=named,
             deterministic=not flags.any_results, compile=not flags.no_compile,
@@ -154,7 +162,7 @@ def _check_gpu(flags: CheckFlags) -> None:
         raise ValueError("--gpu runs main(team), and --torch a program on torch's symmetric memory; leave one out")
     if flags.node_size is not None:
         raise ValueError(f"--node-size {flags.node_size} with --gpu: GSan follows the GPUs of one node; leave one out")
-    if not flags.gpu_seconds > 0:
+    if flags.gpu_seconds is not None and not flags.gpu_seconds > 0:
         raise ValueError(f"--gpu-seconds {flags.gpu_seconds:g} must be more than 0")
     check_available()
     import torch
@@ -170,7 +178,7 @@ def _on_gpus(flags: CheckFlags, report: Report) -> Report:
 
     assert flags.script is not None
     program = Program(script=flags.script.resolve(), function=flags.function or "main")
-    return check_on_gpus(program, _sizes(flags.world_size), report, seconds=flags.gpu_seconds)
+    return check_on_gpus(program, _sizes(flags.world_size), report, seconds=flags.gpu_seconds or GPU_SECONDS)
 
 
 def _checked(main: Callable[..., Any], **options: Any) -> Report:

@@ -192,11 +192,12 @@ def _inputs(
     flags: GenerateFlags, model: Path | DecoderConfig | None
 ) -> tuple[list[str] | list[list[int]], list[str] | None]:
     """Prompts, and the text to print before each answer; None: token ids are printed."""
-    from weft.models import DecoderConfig
+    from weft.models import Checkpoint, DecoderConfig
     from weft.text.tokenizer import has_tokenizer
 
     text = flags.stop or not flags.prompt_token_ids
     if text and isinstance(model, Path) and not has_tokenizer(model):
+        Checkpoint(model)  # refuses a directory that is no checkpoint either
         raise ValueError(
             f"{model}: no tokenizer.json in it, so it has no text; pass --prompt-token-ids 1,2,3 without --stop, or save the "
             f"model's fast tokenizer there"

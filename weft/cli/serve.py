@@ -153,7 +153,8 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
         if early is not None:
             early.close()  # fewer ranks than processes run on GPUs
         try:
-            where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
+            plural = "s" if llm.world_size > 1 else ""
+            where = f"{llm.world_size} {'virtual rank' if llm.device == 'sim' else 'GPU'}{plural}"
             said = "weft: %s on %s at %s/v1", options.model_name, where, url(at)
             server.serve(app.Service(llm, options), at, lambda: notices.info(*said))
         finally:

@@ -15,6 +15,9 @@ from typing import Any
 from weft.arguments import shortened
 from weft.errors import CheckpointError
 
+# Most bytes of a file of text: the largest tokenizers and indices have a tenth.
+MOST_BYTES = 256 << 20
+
 
 def as_directory(name: str | PathLike[str]) -> Path:
     """Path of a checkpoint. CheckpointError for "", which would mean the current directory."""
@@ -24,11 +27,19 @@ def as_directory(name: str | PathLike[str]) -> Path:
 
 
 def read_file(path: Path) -> bytes:
-    """Content of a regular file. CheckpointError for a FIFO or a device, whose reading may block."""
+    """Content of a regular file.
+
+    CheckpointError for one of more than MOST_BYTES, and for a FIFO or a device, whose reading may block.
+    """
     check_regular(path)
     # Without blocking, and checked again: another file may have taken its place since.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        _check_mode(path, os.fstat(file.fileno()).st_mode)
+        status = os.fstat(file.fileno())
+        _check_mode(path, status.st_mode)
+        if status.st_size > MOST_BYTES:
+            raise CheckpointError(
+                f"{path}: has {status.st_size:,} bytes, more than the {MOST_BYTES:,} that weft reads of it; download it again"
+            )
         return file.read()
 
 

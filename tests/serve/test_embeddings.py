@@ -132,6 +132,7 @@ def test_what_is_wrong_is_refused_by_name(served):
         ({"input": "1", "dimensions": 0}, "dimensions", "dimensions=0 is not a positive integer"),
         ({"input": "1", "dimensions": 10**6}, "dimensions", "dimensions=1000000 is more than the model's"),
         ({"input": "1", "pooling": "cls"}, "pooling", "pooling='cls' is not"),
+        ({"input": "1", "cache_salt": ""}, "cache_salt", "cache_salt='' is not a non-empty string"),
         ({"input": "1", "normalize": False}, "normalize", "normalize=False is not supported"),
         ({"input": "1", "x": 1}, "x", "x is not a field of this request"),
         ({"input": "1" * 200}, None, "200 tokens and leaves no room"),

@@ -50,8 +50,9 @@ class AskedVectors:
     def of(cls, body: object) -> AskedVectors:
         """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
         given = given_among(body, KNOWN, NEUTRAL)
-        for name in ("model", "user", "cache_salt"):
+        for name in ("model", "user"):
             checked(name, a_text, given.get(name))
+        checked("cache_salt", lambda name, value: SamplingParams(cache_salt=value), given.get("cache_salt"))
         for name, choices in (("encoding_format", FORMATS), ("pooling", POOLINGS)):
             checked(name, lambda name, value, choices=choices: check_choice(name, value, choices), given.get(name))
         if "input" not in given:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 
 import pytest
 import torch
@@ -96,6 +97,7 @@ def test_another_model_or_gpu_is_refused(plan, tmp_path):
         (lambda d: d["server"]["engine"].__setitem__("fast", 1), "server.engine.fast is not one of"),
         (lambda d: d["server"].__setitem__("world_size", 0), "server.world_size=0 is not a positive integer"),
         (lambda d: d["decode_steps"][0].__setitem__("seconds", "x"), "could not convert"),
+        (lambda d: d["decode_steps"][0].__setitem__("batch", math.inf), "cannot convert float infinity"),
         (lambda d: d["model"].pop("vocab_size"), "vocab_size is missing"),
     ],
 )

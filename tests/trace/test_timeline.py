@@ -1,5 +1,8 @@
 """Arrows and summaries of timelines made by hand, clocks, and the records of a ring."""
 
+import copy
+import json
+import math
 import zlib
 
 import pytest
@@ -85,10 +88,16 @@ def test_the_command_prints_a_summary_or_one_line(tmp_path):
     file.write_text(to_json(make_timeline(1, MEASURED, [event("tile", 0, 2000)], lost=3)))
     result = CliRunner().invoke(app, ["trace", "summary", str(file)])
     assert result.exit_code == 0 and "3 records lost" in result.stdout
-    file.write_text('{"traceEvents": []}')
-    for wrong, message in ((file, "is not a trace"), (tmp_path / "none", "no such file")):
-        result = CliRunner().invoke(app, ["trace", "summary", str(wrong)])
-        assert result.exit_code == 2 and message in result.stderr
+    written = json.loads(file.read_text())
+    of_time = copy.deepcopy(written)
+    next(line for line in of_time["traceEvents"] if line["ph"] == "X")["ts"] = math.inf
+    written["otherData"]["weft"]["lost"] = [1]
+    for damaged in ({"traceEvents": []}, written, of_time):
+        file.write_text(json.dumps(damaged))
+        result = CliRunner().invoke(app, ["trace", "summary", str(file)])
+        assert result.exit_code == 2 and "is not a trace" in result.stderr, damaged
+    result = CliRunner().invoke(app, ["trace", "summary", str(tmp_path / "none")])
+    assert result.exit_code == 2 and "no such file" in result.stderr
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def read(path: str | PathLike[str]) -> ServingPlan:
         )
     except KeyError as error:
         raise ValueError(f"plan {fspath(path)}: {error.args[0]} is missing; run weft plan again") from None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"plan {fspath(path)}: {error}") from None
 
 

@@ -61,7 +61,7 @@ def read(file: str | Path) -> Timeline:
     """Timeline of a trace file. ValueError for a file that ``weft.trace`` has not written."""
     try:
         return _from(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError):
         raise ValueError(
             f"{file} is not a trace that weft.trace has written; pass the file that it was given"
         ) from None
@@ -69,6 +69,9 @@ def read(file: str | Path) -> Timeline:
 
 def _from(document: dict[str, Any]) -> Timeline:
     about, lines = document["otherData"]["weft"], document["traceEvents"]
+    counts = {name: about[name] for name in ("world_size", "residual_ns", "streams_ns", "lost")}
+    if not all(isinstance(count, int | float) for count in counts.values()):
+        raise TypeError
     tracks = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
     events = tuple(
         Event(
@@ -81,10 +84,7 @@ def _from(document: dict[str, Any]) -> Timeline:
     )  # fmt: skip
     starts = {line["id"]: line["args"]["slice"] for line in lines if line["ph"] == "s"}
     arrows = tuple(Arrow(notify=starts[line["id"]], wait=line["args"]["slice"]) for line in lines if line["ph"] == "f")
-    return Timeline(
-        world_size=about["world_size"], clock=about["clock"], events=events, arrows=arrows,
-        residual_ns=about["residual_ns"], streams_ns=about["streams_ns"], lost=about["lost"],
-    )  # fmt: skip
+    return Timeline(clock=about["clock"], events=events, arrows=arrows, **counts)
 
 
 def _in_order(track: tuple[int, str]) -> tuple:

@@ -10,6 +10,7 @@ import torch
 
 from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight
+from weft.kernels.slices import SLICES
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import check_sizes
 from weft.ops.op import Op
@@ -120,7 +121,9 @@ class GemmOp(Op):
         if summed == 1 and fp8_scheme(case):
             # The tensor cores add fp8 terms in an accumulator of some 14 bits.
             return Accuracy(terms=case.sizes[2], partials=1, levels=1, replicated=self.replicated)
-        return Accuracy(terms=case.sizes[2] * summed, partials=summed - 1, replicated=self.replicated)
+        # Invariant sums round what may travel between ranks, also inside of one.
+        slices = SLICES if self.sums and case.field("invariant") else summed
+        return Accuracy(terms=case.sizes[2] * summed, partials=slices - 1, replicated=self.replicated)
 
     def design_of(self, case: Case, machine: Machine) -> Any:
         """The design of ``case``: the one it holds, or the plan's on ``machine`` where it only names one."""

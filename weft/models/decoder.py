@@ -277,13 +277,7 @@ class Decoder(nn.Module):
         odd = {name for names in of_ranks for name in names}
         # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts or layers.
         known = dict.fromkeys(name for names in (tuple(shards), *team.exchange(tuple(shards))) for name in names)
-        linear = self.config.linear_attention
-        attending = [at for at in range(self.config.num_hidden_layers) if linear is None or not linear.layers[at]]
-        scales = scale_names(checkpoint, weights, attending)
-        if scales and self.cache_dtype == E4M3:
-            own = scale_names(checkpoint, weights, [at for at in attending if at in self.span])
-            values = [read_scale(checkpoint, name) for name in own]
-            self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
+        scales = self._read_cache_scales(checkpoint)
         used = known.keys() | {*scales, f"{weights.head}.weight"}
         # Of an MTP head, which is read where it drafts.
         heads, names = self.config.num_hidden_layers, checkpoint.unused(used, weights.joined)
@@ -298,6 +292,17 @@ class Decoder(nn.Module):
             "tensors that this model does not have, and does not use": unused,
         }
         return [f"{checkpoint.directory}: {what}: {_listed(names)}" for what, names in warned.items() if names]
+
+    def _read_cache_scales(self, checkpoint: Checkpoint) -> list[str]:
+        """Names of the scales of keys and values, of all ranks' layers; read this rank's where its cache is in fp8."""
+        weights, linear = self.config.family.weights, self.config.linear_attention
+        attending = [at for at in range(self.config.num_hidden_layers) if linear is None or not linear.layers[at]]
+        names = scale_names(checkpoint, weights, attending)
+        if names and self.cache_dtype == E4M3:
+            own = scale_names(checkpoint, weights, [at for at in attending if at in self.span])
+            values = [read_scale(checkpoint, name) for name in own]
+            self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
+        return names
 
     def fill_dummy(self, seed: int = 0) -> Decoder:
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.

@@ -128,6 +128,22 @@ def test_layers_have_the_format_of_their_weights():
     assert layer_of(config.quantized("fp8"), 2, item=4) == layer_of(config, 2, item=4)
 
 
+def test_matrices_that_a_checkpoint_names_one_by_one_count_as_not_quantized():
+    def variants(name, *ignored):
+        config = config_of(name).quantized("fp8")
+        layer = layer_of(replace(config, quantization=replace(config.quantization, ignored=ignored)), 2)
+        return layer.variant, layer.mixture and layer.mixture.variant
+
+    attention = [f"model.layers.{at}.self_attn.{one}_proj" for at in range(48) for one in "qkvo"]
+    assert variants("qwen3-30b-a3b", *attention) == ("", "+block_fp8")
+    assert variants("qwen3-30b-a3b", r"re:.*mlp\.experts.*", "mlp.gate") == ("+block_fp8", "")
+    assert variants("qwen3-30b-a3b", "model.layers.0", "model.layers.47") == ("+block_fp8", "+block_fp8")
+    # Layers of linear attention have a matrix of this name; the last layer is none of them.
+    assert config_of("qwen3.6-27b").linear_attention.layers[-1] is False
+    linear = [f"model.layers.{at}.linear_attn.out_proj" for at in range(63)]
+    assert variants("qwen3.6-27b", *linear) == ("", None)
+
+
 def test_layers_predictions_and_plans_have_one_recipe():
     """The engine's plan of a quantized model takes the recipe that ``weft predict`` and ``weft plan`` print, at each change."""
     config = config_of("qwen3-8b").quantized("fp8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from weft.costs.recipes import Layer, Mixture
 from weft.models.config import DecoderConfig
@@ -16,16 +17,18 @@ def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item:
     slices   experts are split by their features, else whole
     item     bytes of an element that is not quantized
     """
-    kinds = Counter(
+    kinds = [
         (config.linear_attention is not None and config.linear_attention.layers[at],
          config.experts is not None and config.experts.in_layer(at))
         for at in range(config.num_hidden_layers)
-    )  # fmt: skip
-    linear, has_experts = max(kinds, key=lambda kind: kinds[kind])
+    ]  # fmt: skip
+    [(kind, _)] = Counter(kinds).most_common(1)
+    linear, has_experts = kind
     qkv, o = _linear(config, world_size) if linear else _attention(config, world_size)
     mixture = mixture_of(config, world_size, slices, item) if has_experts else None
     names = config.family.weights
-    variant = _variant(config, names.linear_attention if linear else names.attention, item)
+    last = f"{names.linear_attention}.out_proj" if linear else f"{names.attention}.o_proj"
+    variant = _variant(config, [at for at, other in enumerate(kinds) if other == kind], last, item)
     return Layer(config.hidden_size, qkv, o, cdiv(config.intermediate_size, world_size), mixture, item, variant)
 
 
@@ -38,20 +41,24 @@ def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False, ite
     elif world_size > 1:
         held //= world_size
     shared = cdiv(experts.shared_intermediate_size or 0, world_size)
-    variant = _variant(config, config.family.weights.mlp, item)
+    names = config.family.weights
+    layers = [at for at in range(config.num_hidden_layers) if experts.in_layer(at)]
+    variant = _variant(config, layers, f"{names.mlp}.experts.0.{names.projections[2]}", item)
     return Mixture(experts.num_experts_per_tok, experts.num_experts, held, features, shared, variant)
 
 
-def _variant(config: DecoderConfig, module: str, item: int) -> str:
-    """Variant of ops that take this module's matrices, as ``Layer`` has it; "": not quantized.
+def _variant(config: DecoderConfig, layers: Sequence[int], matrix: str, item: int) -> str:
+    """Variant of ops that take this matrix of ``layers``, as ``Layer`` has it; "": not quantized.
 
-    As of the last layer. With rows of 32 bits all weights are converted to 32 bits first.
+    As of the middle one of the layers: checkpoints leave the first or the last ones in 16 bits. With rows of 32 bits all
+    weights are converted to 32 bits first.
     """
-    quantization = config.quantization
-    last = f"{config.family.weights.layers}.{config.num_hidden_layers - 1}"
-    if quantization is None or item > 2 or quantization.ignores(f"{last}.{module}"):
+    if config.quantization is None or item > 2 or not layers:
         return ""
-    format = quantization.format
+    names = config.family.weights
+    formats = config.quantization.formats(f"{names.layers}.{layers[len(layers) // 2]}", names.joined)
+    if (format := formats((matrix,))) is None:
+        return ""
     if isinstance(format, Fp8Format):
         return "+block_fp8" if format.scheme == "block" else "+channel_fp8"
     return "+four_bit" if format.kind == "mxfp4" else "+int4"

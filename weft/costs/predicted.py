@@ -20,7 +20,8 @@ from weft.costs import attention, exchanges, fitted, gemms, grouped, pushes
 from weft.costs.gpu import Gpu, named
 from weft.plan.memo import remembered
 
-# Errors on committed rows: op -> world size -> (rows, mean of the absolute error, of rows that the fit had not seen, largest).
+# Errors on committed rows: op -> world size -> (rows, mean absolute error of those that the fit has seen, of the others,
+# largest); where the fit has seen all or none, both means are of all.
 ERRORS = Path(__file__).parent / "errors.json"
 # Error bars of what no committed row shows: of an op, of a world size of a known op, and of a GPU without rows, which adds.
 UNKNOWN_OP, UNKNOWN_SIZE, UNKNOWN_GPU = 0.25, 0.15, 0.2

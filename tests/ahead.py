@@ -13,7 +13,8 @@ from weft.runtime.early import EarlyProcesses
 class Ahead:
     """Stands for ``early_processes``: each launch takes the set that is ready, and the next set starts.
 
-    A set that started under another environment, folder or path of imports than the launch's is ended, and one starts anew.
+    A set that started under another environment, folder, path of imports or output than the launch's is ended, and one starts
+    anew.
     """
 
     def __init__(self, gpus: int, modules: Sequence[str]) -> None:
@@ -46,6 +47,11 @@ class Ahead:
         self._ready.close()
 
 
-def surroundings() -> tuple[dict[str, str], str, tuple[str, ...]]:
-    """All of this process that a process takes over as it starts: environment, folder, path of imports."""
-    return dict(os.environ), os.getcwd(), tuple(sys.path)
+def surroundings() -> tuple[dict[str, str], str, tuple[str, ...], list[tuple[int, int]]]:
+    """All of this process that a process takes over as it starts: environment, folder, path of imports, output.
+
+    Without pytest's name of the test that runs, which no two tests share.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    output = [(file.st_dev, file.st_ino) for file in map(os.fstat, (1, 2))]  # others while a test captures it
+    return environment, os.getcwd(), tuple(sys.path), output

@@ -68,6 +68,10 @@ def test_gpu_tests_take_the_ranks_that_were_started_while_the_last_one_ran(monke
             assert pids(processes) == ready != pids(ahead._ready)
             assert run(processes) == ready
         ready = pids(ahead._ready)
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", "another test (call)")
+        with ahead.processes(2, ("json",)) as processes:
+            assert pids(processes) == ready
+        ready = pids(ahead._ready)
         monkeypatch.setenv("WEFT_TEST_OF_AHEAD", "1")
         with ahead.processes(2, ("json",)) as processes:
             assert not {*pids(processes)} & {*ready}  # these would have the environment of before

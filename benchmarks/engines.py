@@ -26,7 +26,6 @@ import fcntl
 import importlib
 import importlib.util
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -49,7 +48,8 @@ NEW_TOKENS = 64
 MAX_LENGTH = 8192 + 256
 # Calls of a row before those that count: engines capture graphs of a size in its first uses.
 UNCOUNTED = 2
-# Seconds that a ready engine waits for engines that start beside it: a row beside a start is worth nothing.
+# Seconds from its start for which a ready engine waits for engines that start beside it: a row beside a start is worth nothing.
+# Of a run's 300 s (benchmarks/engines.sh) the rest is for its rows.
 PATIENCE = 240.0
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Generate = Callable[[list[list[int]], int], Any]
@@ -220,25 +220,27 @@ def measured(
 
 
 @contextlib.contextmanager
-def alone(room: Path | None, engines: int) -> Iterator[None]:
-    """Wait for the engines that start at the same time, then hold the GPUs alone. ``arrive`` says that one is there."""
+def alone(room: Path | None, engines: int, name: str, begin: float) -> Iterator[None]:
+    """Wait for the engines that start at the same time, then hold the GPUs alone. ``arrive`` says that one is there.
+
+    begin  of this engine's start, by time.perf_counter()
+    """
     if room is None:
         yield
         return
-    arrive(room)
-    begin = time.monotonic()
-    while len(list(room.glob("*.here"))) < engines and time.monotonic() - begin < PATIENCE:
+    arrive(room, name)
+    while len(list(room.glob("*.here"))) < engines and time.perf_counter() - begin < PATIENCE:
         time.sleep(0.2)
     with (room / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         yield
 
 
-def arrive(room: Path | None) -> None:
-    """Say that this engine is ready, or will never be."""
+def arrive(room: Path | None, name: str) -> None:
+    """Say that the engine of this name is ready, or will never be; benchmarks/engines.sh says it of one that was killed."""
     if room is not None:
         room.mkdir(parents=True, exist_ok=True)
-        (room / f"{os.getpid()}.here").touch()
+        (room / f"{name}.here").touch()
 
 
 def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
@@ -258,7 +260,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     label = label.rstrip() + (f" {setting.drafts} drafts" if setting.drafts else "")
     print(f"{label}: ready after {report['ready_seconds']:.1f} s", flush=True)
     vocab_size = DecoderConfig.named(setting.model).vocab_size
-    with alone(chosen.room, chosen.engines):
+    with alone(chosen.room, chosen.engines, target.stem, begin):
         for prompts, tokens in shapes:
             row = measured(generate, prompts, tokens, chosen.repeats, chosen.seconds, vocab_size)
             report["rows"].append(row)
@@ -329,7 +331,7 @@ def main() -> None:
     try:
         run(chosen.engine, setting, chosen)
     finally:
-        arrive(chosen.room)
+        arrive(chosen.room, chosen.json.stem)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@
 # DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
-# All of vLLM's engines start together, wait four minutes for each other, and measure in turn; then SGLang's, and then weft's. OUT gets
-# a JSON file and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without
-# torch.compile and with spawned processes, SGLang with the all-reduce of its package and no graphs of prompts. vLLM and SGLang are
-# imported once before, and left out if that fails; the variable ENGINES ("vllm", "sglang weft") leaves the other engines out.
-# SECONDS_OF_A_RUN (300) ends one engine. CUDA_VISIBLE_DEVICES gives a part of the GPUs: scripts on other GPUs can run at the same
-# time with the same archives and another OUT.
+# All of vLLM's engines start together, wait for each other until four minutes after their start, and measure in turn; then
+# SGLang's, and then weft's. OUT gets a JSON file and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600)
+# are tried once more: vLLM without torch.compile and with spawned processes, SGLang with the all-reduce of its package and no
+# graphs of prompts. vLLM and SGLang are imported once before, and left out if that fails; the variable ENGINES ("vllm", "sglang
+# weft") leaves the other engines out. SECONDS_OF_A_RUN (300) ends one engine. CUDA_VISIBLE_DEVICES gives a part of the GPUs:
+# scripts on other GPUs can run at the same time with the same archives and another OUT.
 #
 # Start two of an engine's models at once, not more. Four of vLLM's on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
 # after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
@@ -92,6 +92,7 @@ has_rows() { [ -s "$1" ] && grep -q first_ms "$1"; }
 python_of() {
     local engine=$1 name=$2 code
     shift 2
+    rm -f "$out/$name.json" # of a run before, which would stand for this one
     with_packages "$engine" setsid timeout -k 5 "${SECONDS_OF_A_RUN:-300}" python -m "$@" --json "$out/$name.json" \
         >> "$out/$name.log" 2>&1 &
     echo $! >> "$sessions"
@@ -129,6 +130,7 @@ measure() {
     python_of "$engine" "$(name_of "$engine" "$2")" benchmarks.engines run "$engine" --model "$model" "${quantized[@]}" \
         "${drafting[@]}" --world-size "$gpus" --cases "$cases" --options "{$more$options}" --repeats 3 --seconds 2 \
         --room "$room" --engines "$engines"
+    touch "$room/$(name_of "$engine" "$2").here" # of one that was killed too: others wait for it
 }
 
 # plugin JOB ON-OR-OFF ROOM ENGINES
@@ -136,6 +138,7 @@ plugin() {
     IFS=: read -r _ model gpus cache <<< "$1"
     python_of vllm "plugin-$2-$model" benchmarks.doors.vllm_plugin run --plugin "$2" --model "$model" --world-size "$gpus" \
         --options "{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache}" --room "$3" --engines "$4"
+    touch "$3/plugin-$2-$model.here"
 }
 
 # beside ENGINE JOB…: of the jobs those that the engine has: the plugin is vLLM's, and drafts are not SGLang's

@@ -107,7 +107,7 @@ def run(plugin: str, model: str, world_size: int, chosen: argparse.Namespace) ->
             "ready_seconds": time.perf_counter() - begin, "rows": [],
         }  # fmt: skip
         print(f"plugin {plugin}: ready after {report['ready_seconds']:.0f} s", flush=True)
-        with alone(chosen.room, chosen.engines):
+        with alone(chosen.room, chosen.engines, chosen.json.stem, begin):
             for prompts, tokens in SHAPES:
                 row = measured(llm, prompts, tokens, DecoderConfig.named(model).vocab_size)
                 report["rows"].append(row)
@@ -174,7 +174,7 @@ def main() -> None:
         try:
             run(options.plugin, options.model, options.world_size, options)
         finally:
-            arrive(options.room)
+            arrive(options.room, options.json.stem)
     else:
         print(table(*(json.loads(file.read_text()) for file in (options.off, options.on))))
 

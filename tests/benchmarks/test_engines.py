@@ -35,22 +35,28 @@ def test_engines_that_start_together_measure_in_turn(tmp_path):
     def one(name, start):
         time.sleep(start)
         events.append("ready")
-        with engines.alone(tmp_path / "room", 2):
+        with engines.alone(tmp_path / "room", 2, name, time.perf_counter()):
             events.append(f"begin {name}")
             time.sleep(0.05)
             events.append(f"end {name}")
 
     threads = [threading.Thread(target=one, args=(name, start)) for name, start in (("a", 0.0), ("b", 0.3))]
-    # Both threads have one process number, so the room counts them by name.
-    numbers = iter(range(10))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines.os, "getpid", lambda: next(numbers))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert events[:2] == ["ready", "ready"]
     assert events[2:] in [[f"{what} {name}" for name in order for what in ("begin", "end")] for order in ("ab", "ba")]
+
+
+@pytest.mark.parametrize(("killed", "since"), [(True, 0.0), (False, engines.PATIENCE)])
+def test_a_ready_engine_has_time_left_where_another_was_killed_or_hangs(tmp_path, killed, since):
+    """A second arrival of one engine, at its end, does not stand for another's."""
+    engines.arrive(tmp_path, "a")
+    if killed:
+        engines.arrive(tmp_path, "b")
+    with engines.alone(tmp_path, 2, "a", time.perf_counter() - since):
+        assert len(list(tmp_path.glob("*.here"))) == 1 + killed
 
 
 def test_configs_of_fp8_keep_routers_and_wrap_text_models():

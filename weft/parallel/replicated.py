@@ -173,9 +173,8 @@ class FusedNorm(Recipe):
             )
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
-        residual = (
-            torch.zeros_like(summand) if residual is None else residual
-        )  # of an embedding, before the first layer
+        if residual is None:  # of an embedding, before the first layer
+            residual = torch.zeros_like(summand)
         options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
         return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, **options)
 

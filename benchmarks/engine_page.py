@@ -17,7 +17,7 @@ from typing import Any
 LAB = Path(__file__).parent / "lab"
 FOLDERS = ("h200-x2-vllm-0.26",)
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
-HEAD = """# weft beside vLLM and SGLang
+HEAD = """# weft beside vLLM
 
 The same requests, answered by each engine on the same GPUs, one engine after the other on one machine: random weights, prompts
 of random tokens, greedy answers of 65 tokens, no prefix caching. *First* is the time of `generate()` for one token, *a token*
@@ -122,7 +122,8 @@ def folders() -> list[Path]:
 def page(folders: list[Path]) -> str:
     settings = [setting for folder in folders for setting in compared(folder)]
     has_sglang = any(other["engine"] == "sglang" for _, others in settings for other in others)
-    lines = [HEAD + SGLANG * has_sglang]
+    head = HEAD.replace("beside vLLM", "beside vLLM and SGLang", 1) if has_sglang else HEAD
+    lines = [head + SGLANG * has_sglang]
     for ours, others in settings:
         lines += section(ours, others)
     return "\n".join(lines).rstrip() + "\n"

@@ -1,5 +1,6 @@
 """The Makefile's recipes, with a stand-in for Python."""
 
+import os
 import shutil
 import subprocess
 
@@ -24,8 +25,9 @@ def test_a_sweep_runs_all_commands_and_lists_those_that_failed(failing, status, 
         python.write_text(STAND_IN.format(log=log, failing=failing))
         python.chmod(0o755)
     ready = [word for name in (".venv/.ready", ".venv-newest/.ready") for word in ("-o", name)]
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     swept = subprocess.run(
-        ["make", "-f", str(ROOT / "Makefile"), *ready, "sweep"], cwd=tmp_path, capture_output=True, text=True
+        ["make", "-f", str(ROOT / "Makefile"), *ready, "sweep"], cwd=tmp_path, env=alone, capture_output=True, text=True
     )
     assert len(log.read_text().splitlines()) == 6 and swept.returncode == status, swept.stderr
     failed = swept.stdout.partition("weft: these commands of the sweep failed:\n")[2].splitlines()

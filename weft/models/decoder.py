@@ -294,7 +294,7 @@ class Decoder(nn.Module):
         return [f"{checkpoint.directory}: {what}: {_listed(names)}" for what, names in warned.items() if names]
 
     def _read_cache_scales(self, checkpoint: Checkpoint) -> list[str]:
-        """Names of the scales of keys and values, of all ranks' layers; read this rank's where its cache is in fp8."""
+        """Names of the scales of keys and values of all layers; reads this rank's for a cache in fp8."""
         weights, linear = self.config.family.weights, self.config.linear_attention
         attending = [at for at in range(self.config.num_hidden_layers) if linear is None or not linear.layers[at]]
         names = scale_names(checkpoint, weights, attending)

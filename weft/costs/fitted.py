@@ -13,6 +13,9 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "fitted.json"
 
+# Variants of ops whose rows and weights are in fp8.
+FP8_VARIANTS = ("block_fp8", "channel_fp8")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemms:
@@ -210,10 +213,10 @@ class Fitted:
     def of_variant(self, variant: str) -> Fitted:
         """Constants of GEMMs with fp8 operands in place of those of 16 bits, if an op's variant has such."""
         of = self.fp8
-        if variant not in ("block_fp8", "channel_fp8"):
+        if variant not in FP8_VARIANTS:
             return self
         pace = of.block if variant == "block_fp8" else of.channel
-        # Long ones ran at the clocks of short ones.
+        # No power: it did not slow down the long GEMMs of the measurements.
         gemms = replace(self.gemms, pace=pace, few=of.few, rows=of.rows, slow=of.slow, sums=of.sums, power=0.0)
         experts = replace(self.grouped, expert=of.expert, tile=of.tile, weights=of.weights)
         return replace(self, gemms=gemms, grouped=experts)

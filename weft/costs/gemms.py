@@ -32,7 +32,7 @@ FOUR_BIT_ROWS = 64
 def sequential_rows(world_size: int) -> int:
     """Most rows of all ranks that a plan may multiply in sequence with a collective.
 
-    That of more rows would keep some 80 MB of the heap for messages of a few MB.
+    With more rows the messages of a few MB would keep some 80 MB of the heap.
     """
     return SEQUENTIAL_ROWS * (2 if world_size == 2 else 1)
 

@@ -133,7 +133,7 @@ class Asked:
     @property
     def fp8(self) -> bool:
         """True for weights and rows in fp8."""
-        return self.variant in ("block_fp8", "channel_fp8")
+        return self.variant in fitted.FP8_VARIANTS
 
     @property
     def weight(self) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from weft.costs.fitted import FP8_VARIANTS
 from weft.costs.gemms import FEW_ROWS
 from weft.costs.gpu import Gpu
 from weft.costs.predicted import times_of
@@ -43,7 +44,7 @@ class Launch(NamedTuple):
 
 def is_fp8(variant: str) -> bool:
     """True for the variant of weights, and of rows of their GEMMs, in fp8."""
-    return variant in ("+block_fp8", "+channel_fp8")
+    return variant.removeprefix("+") in FP8_VARIANTS
 
 
 class Mixture(NamedTuple):

@@ -7,11 +7,11 @@
 
 Each engine runs in a separate process and environment. A row is a number of prompts of random tokens, greedy, on random
 weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by 64.
-Medians of `--repeats` calls with new prompts each, or fewer, but two, where they take longer than `--seconds`; two calls before
-them are not counted. --quantization fp8 gives all engines blocks of 128 x 128 and rows
-that are quantized by groups of 128. Engines run with their defaults, but without prefix caching, for which random prompts have
-no use, with CUDA graphs of exactly the batches that are asked for, and with what `--options` adds, which the file records. The
-table prints every row, also where weft is slower.
+Medians of `--repeats` calls with new prompts each, or fewer, but three, where they take longer than `--seconds`. Calls before
+them are not counted: two, and more until two in a row take the same time, within a minute. --quantization fp8 gives all
+engines blocks of 128 x 128 and rows that are quantized by groups of 128. Engines run with their defaults, but without prefix
+caching, for which random prompts have no use, with CUDA graphs of exactly the batches that are asked for, and with what
+`--options` adds, which the file records. The table prints every row, also where weft is slower.
 
 --room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
 measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for
@@ -30,7 +30,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,12 @@ from weft.runtime.files import put
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
 NEW_TOKENS = 64
 MAX_LENGTH = 8192 + 256
-# Calls of a row before those that count: engines capture graphs of a size in its first uses.
+# Calls of a row before those that count, at least: engines capture graphs and compile kernels in the first uses of a size.
 UNCOUNTED = 2
+# Two times in a row are the same within this ratio: a kernel that is compiled takes 15 s, in a call of 0.1.
+STEADY = 1.25
+# Seconds of a row after which its calls count although their times still differ.
+SETTLING = 60.0
 # Seconds from its start for which a ready engine waits for engines that start beside it: a row beside a start is worth nothing.
 # Of a run's 300 s (benchmarks/engines.sh) the rest is for its rows.
 PATIENCE = 240.0
@@ -195,28 +199,39 @@ def measured(
 ) -> dict[str, Any]:
     """One row: times of generate() for one token and for 64 more.
 
-    longest  seconds after which no further counted call begins, once there are two of each kind
+    longest  seconds after which no further counted call begins, once there are three of each kind
     """
     draw = random.Random(f"{prompts}x{tokens}")
     seconds: dict[int, list[float]] = {1: [], 1 + NEW_TOKENS: []}
-    start = 0.0
-    for repeat in range(-UNCOUNTED, repeats):
-        if repeat == 0:
-            start = time.perf_counter()
-        elif repeat > 1 and time.perf_counter() - start > longest:
-            break
+
+    def call_both() -> None:
         for new, taken in seconds.items():
             ids = [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(prompts)]
             begin = time.perf_counter()
             generate(ids, new)
-            if repeat >= 0:
-                taken.append(time.perf_counter() - begin)
+            taken.append(time.perf_counter() - begin)
+
+    start = time.perf_counter()
+    while not settled(seconds.values()) and time.perf_counter() - start < SETTLING:
+        call_both()
+    for taken in seconds.values():
+        taken.clear()
+    start = time.perf_counter()
+    for repeat in range(repeats):
+        if repeat > 2 and time.perf_counter() - start > longest:
+            break
+        call_both()
     first, whole = map(statistics.median, seconds.values())
     return {
         "prompts": prompts, "tokens": tokens, "first_ms": first * 1e3,
         "per_token_ms": (whole - first) / NEW_TOKENS * 1e3, "tokens_a_second": prompts * (1 + NEW_TOKENS) / whole,
         "seconds": list(seconds.values()),
     }  # fmt: skip
+
+
+def settled(kinds: Iterable[list[float]]) -> bool:
+    """True where the last two times of each kind are the same, and enough calls came first."""
+    return all(len(taken) >= UNCOUNTED and max(taken[-2:]) <= STEADY * min(taken[-2:]) for taken in kinds)
 
 
 @contextlib.contextmanager
@@ -312,7 +327,7 @@ def main() -> None:
     )
     one.add_argument("--acceptance", type=float, default=1.0, help="tokens of a step on average, with --drafts")
     one.add_argument("--repeats", type=int, default=5)
-    one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no third call begins")
+    one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no fourth call begins")
     one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
     one.add_argument("--engines", type=int, default=1, help="number of engines that meet in the room")
     one.add_argument("--json", type=Path, required=True, metavar="FILE")

@@ -13,19 +13,43 @@ from benchmarks import engine_page, engines, fp8_page
 from tests.documents import ROOT
 
 
-@pytest.mark.parametrize("longest, calls, counted", [(60.0, 10, 3), (0.01, 8, 2)], ids=["in time", "late"])
-def test_a_row_counts_calls_after_the_first(longest, calls, counted):
-    """Two pairs of calls come first and are not counted; two count however long they take."""
+@pytest.fixture
+def clock(monkeypatch):
+    """A list whose only entry is the time of `engines`, in seconds."""
+    now = [0.0]
+    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+@pytest.mark.parametrize("longest, calls, counted", [(60.0, 14, 5), (0.01, 10, 3)], ids=["in time", "late"])
+def test_a_row_counts_calls_after_the_first(clock, longest, calls, counted):
+    """Two pairs of calls come first and are not counted; three count however long they take."""
     lengths = []
 
     def generate(ids, new):
-        time.sleep(0.02)
+        clock[0] += 0.02
         lengths.append((len(ids), len(ids[0]), new))
 
-    row = engines.measured(generate, 2, 4, 3, longest, 100)
+    row = engines.measured(generate, 2, 4, 5, longest, 100)
     assert lengths == [(2, 4, new) for _ in range(calls // 2) for new in (1, 65)]
     assert [len(times) for times in row["seconds"]] == [counted, counted]
     assert row["tokens_a_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "slow, pairs", [({1: 15, 4: 15, 7: 15}, 6), ({1: 5, 3: 10, 5: 20, 7: 40, 9: 80}, 4)], ids=["steady", "never steady"]
+)
+def test_a_row_counts_no_call_in_which_kernels_are_compiled(clock, slow, pairs):
+    """Some calls take seconds, as for kernels of sizes that the schedule meets later; at most a minute is waited."""
+    calls = []
+
+    def generate(ids, new):
+        calls.append(new)
+        clock[0] += slow.get(len(calls), 0.1)
+
+    row = engines.measured(generate, 1, 4, 3, 60.0, 100)
+    assert len(calls) == 2 * (pairs + 3)
+    assert (max(map(max, row["seconds"])) < 0.2) == (pairs == 6)
 
 
 def test_engines_that_start_together_measure_in_turn(tmp_path):

@@ -192,7 +192,8 @@ def test_plans():
         call = op.call_of((tokens, q_heads, kv_heads, 128), torch.bfloat16, machine(caps, W))
         return op.plan(call._replace(**fields), machine(caps, W)).design
 
-    assert isinstance(planned(2048, 4, 4), Ulysses) and isinstance(planned(2048, 2, 4), Gathered)
+    assert isinstance(planned(2048, 8, 8), Ulysses) and isinstance(planned(2048, 4, 8), Gathered)
+    assert isinstance(planned(1000, 4, 4), Gathered) and isinstance(planned(4096, 8, 8), Gathered)
     assert isinstance(planned(2048, 4, 2), Gathered)
     assert isinstance(planned(1 << 17, 4, 2), Pipelined) and isinstance(planned(8192, 4, 2), Pipelined)
     for other in ({"sequences": 3}, {"dtype": torch.float32}, {"head_dim": 256}):

@@ -25,8 +25,10 @@ from weft.transport.copy_channel import MAX_CHUNKS
 
 # Largest head that cuDNN's attention takes.
 LIBRARY_DIM = 128
-# Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
-FEW_TOKENS = 2048
+# Ranks up to which the gathered design is faster at any number of tokens; on more, tokens of a rank up to which ulysses may be.
+# A further peer's copies cost 7 us of latency: 1,000 tokens of 32 heads take 35 us on two H200s and 48 on four, ulysses 55 and
+# 57. More than four ranks were not measured.
+FEW_RANKS, FEW_TOKENS = 4, 256
 # Bytes of a chunk at least: shorter copies do not fill a link (H200, W=2: 1 MiB 200 GB/s, 4 MiB 308).
 CHUNK_BYTES = 2 << 20
 
@@ -134,12 +136,13 @@ class GatheredPlan(Op):
         return GatheredCall(sum(lengths), *case.sizes, case.dtype, case.design, len(lengths))
 
     def rule(self, call: GatheredCall, machine: Machine) -> tuple[str, str]:
-        """By tokens of a rank; the limit of ulysses was not measured.
+        """By tokens of a rank.
 
         cuDNN attends from as many rows of a stripe (query heads times tokens) as for prompts of one rank. Two H100s, 32 query
         and 4 KV heads of 128: NCCL and cuDNN take 7.4 ms for 32,768 tokens, the gathered design 9.8
         (docs/prefill-over-ranks.md).
-        Two H200s, 1,000 tokens of 32 heads: gathered 35 us, ulysses 55 (lab/h200-regret/regret-all-w2.json).
+        1,000 tokens of 32 heads: gathered 35 us on two H200s and 48 on four, ulysses 55 and 57; 3,000 tokens on four 97 and 122
+        (lab/h200-regret/regret-all-w2.json, regret-all-w4.json).
         """
         tokens = cdiv(call.tokens, machine.world_size)
         rows, least = call.q_heads * (tokens // 2), gpu_of(machine.caps).limits.cudnn_rows
@@ -148,11 +151,9 @@ class GatheredPlan(Op):
             return "pipelined", f"{rows:,} rows of a stripe >= {least:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:
             return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
-        if tokens <= FEW_TOKENS and machine.world_size > 2:
-            return (
-                "ulysses",
-                f"{tokens} tokens of a rank <= {FEW_TOKENS}: two exchanges take less than a gather's copies",
-            )
+        if tokens <= FEW_TOKENS and machine.world_size > FEW_RANKS:
+            few = f"{tokens} tokens of a rank <= {FEW_TOKENS}, {machine.world_size} ranks"
+            return "ulysses", f"{few}: two exchanges take less than a gather's copies"
         return "gathered", f"{tokens} tokens of a rank, {machine.world_size} ranks: attention hides the copies"
 
     def default(self, name: str, call: GatheredCall, machine: Machine) -> Gathered | Ulysses | Pipelined:

@@ -30,6 +30,7 @@ from weft.costs.fitted import read as read_fitted
 from weft.costs.gemms import FEW_ROWS
 from weft.costs.gpu import Gpu, named
 from weft.costs.predicted import ERRORS, OPS, WEIGHTS, Asked, costs
+from weft.ops.op import Op
 from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities
 from weft.runtime.files import put
@@ -48,6 +49,8 @@ DENSE = ("cublas", "matmul", "all_gather_matmul", "matmul_reduce_scatter", "matm
 EXPERTS = (
     "grouped_matmul", "grouped_matmul_silu_mul", "all_gather_grouped_matmul_silu_mul", "grouped_matmul_reduce_scatter",
 )  # fmt: skip
+# Op of experts over the ranks -> its grouped GEMM, which results have as "weft.gemm_alone".
+ALONE_OF = {EXPERTS[2]: EXPERTS[1], EXPERTS[3]: EXPERTS[0]}
 # Group of constants -> the rows that it is fitted to, ops and, of quantized weights, variants.
 GROUPS = {
     "gemms": DENSE,
@@ -67,6 +70,7 @@ class Row:
     """Measured time of one design at one shape. us: of a call in a row, where that was measured.
 
     gpu_constants  None: the shipped ones of ``gpu``
+    gemm_us  of an op of experts over the ranks: its GEMM alone in the same table
     """
 
     op: str
@@ -78,6 +82,7 @@ class Row:
     us: float
     source: str
     gpu_constants: Gpu | None = None
+    gemm_us: float | None = None
 
     @cached_property
     def asked(self) -> Asked:
@@ -120,6 +125,9 @@ def _results() -> Iterator[Row]:
                 op = op_of(alias)
             except ValueError:
                 continue
+            alone = {
+                row.shape: row.chain_us or row.median_us for row in report.rows if row.provider == "weft.gemm_alone"
+            }
             for row in report.rows:
                 if row.median_us is None or (op.form == "moe" and row.shape[-1] != 0):
                     continue
@@ -129,12 +137,32 @@ def _results() -> Iterator[Row]:
                     continue  # weft computes them by another kernel
                 if row.provider == "cublas":
                     known = {"op": "cublas", "design": "", "shape": row.shape}
-                elif family != "weft" or op.name not in OPS or design not in ("auto", *op.designs):
+                elif family != "weft" or op.name not in OPS or design not in ("auto", *own_designs(op)):
                     continue
+                if op.name == "all_gather_grouped_matmul_silu_mul" and design == "auto":
+                    known["design"] = ruled(row.shape, report.world_size)
+                if row.provider == "weft.gemm_alone":
+                    known = {"op": ALONE_OF[op.name], "design": "", "shape": of_all(row.shape, report.world_size)}
                 yield Row(
                     variant=variant, world_size=report.world_size, gpu=report.machine["gpu"],
-                    us=row.chain_us or row.median_us, source=folder, **known,
+                    us=row.chain_us or row.median_us, source=folder, gemm_us=alone.get(row.shape), **known,
                 )  # fmt: skip
+
+
+def own_designs(op: Op) -> tuple[str, ...]:
+    """Designs of an op, and the name under which its GEMM is timed alone."""
+    return (*op.designs, *("gemm_alone",) * (op.name in ALONE_OF))
+
+
+def of_all(shape: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Shape of the GEMM alone of experts over the ranks: all ranks' tokens."""
+    return shape[0] * world_size, *shape[1:]
+
+
+def ruled(shape: Sequence[int], world_size: int) -> str:
+    """Design that AG-MoE of 16 bits took up to b2a077f2, of which all committed rows named "auto" are."""
+    tokens, _, _, _, hidden = shape[:5]
+    return "sequential" if 2 * world_size * tokens * hidden <= (4 if world_size == 2 else 2) << 20 else "fused"
 
 
 def _candidates() -> Iterator[Row]:
@@ -178,7 +206,7 @@ def _regrets() -> Iterator[Row]:
                     continue
                 yield Row(
                     op=op.name, variant=variant, shape=row.shape, world_size=row.world_size, gpu=kept.gpu, design=name,
-                    us=statistics.mean(halves) if computes(op) else in_a_row(statistics.mean(halves)), source=file.stem,
+                    us=statistics.mean(halves) - ALONE if computes(op) else in_a_row(statistics.mean(halves)), source=file.stem,
                 )  # fmt: skip
 
 
@@ -294,16 +322,31 @@ def loss_of(fitted: Fitted, measured: Sequence[Row], weights: Sequence[float]) -
     for row, weight in zip(measured, weights, strict=True):  # rows of one shape follow each other
         if row.place != at:
             total, errors = total + _squares(at, errors), []
-            at, of = row.place, times(fitted, row)
+            at, of = row.place, of_measured_gemm(fitted, row)
         us = of[""] if "" in of else min(of.values()) if row.design == "auto" else of[row.design]
         errors.append((weight, math.log(us / row.us)))
     return total + _squares(at, errors)
 
 
+def of_measured_gemm(fitted: Fitted, row: Row) -> Mapping[str, float]:
+    """``times``, with the time of the GEMM alone as it was measured: what a design adds to it decides between designs."""
+    of = times(fitted, row)
+    if row.gemm_us is None or row.op not in ALONE_OF:
+        return of
+    alone = replace(row, op=ALONE_OF[row.op], shape=of_all(row.shape, row.world_size))
+    more = row.gemm_us - min(times(fitted, alone).values())
+    return {name: us + more for name, us in of.items()}
+
+
 def _squares(place: tuple | None, errors: Sequence[tuple[float, float]]) -> float:
-    """Sum of squares at one shape. In a search the GPU's clocks were lower: there only ratios between designs count."""
+    """Sum of squares at one shape.
+
+    Only ratios between designs count in a search, since the GPU's clocks were lower there, and of experts over the ranks where
+    their GEMM was not timed alone.
+    """
     shift = 0.0
-    if place is not None and place[-1].endswith("-candidates"):
+    op, source = (place[0], place[-1]) if place else ("", "")
+    if source.endswith("-candidates") or (op in ALONE_OF and source.startswith("regret")):
         shift = sum(weight * error for weight, error in errors) / sum(weight for weight, _ in errors)
     return sum(weight * min(1.0, abs(error - shift)) ** 2 for weight, error in errors)
 

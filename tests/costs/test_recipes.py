@@ -69,7 +69,9 @@ def test_published_models_split_prompts_and_not_decode_steps(gpu):
         config = DecoderConfig.named(name)
         for world_size in (2, 4, 8):
             at = changes(layer_of(config, world_size), world_size, named(gpu))
-            assert at.fused_norm >= 128 and at.sharded >= 256 and at.gathered >= 128, (name, world_size, at)
+            assert at.fused_norm >= 128 and at.sharded >= 256, (name, world_size, at)
+            # Few rows of experts are gathered in one hop by AG-MoE too.
+            assert config.experts is not None or at.gathered >= 128, (name, world_size, at)
             assert at.recipe(1) == FUSED_NORM
             if config.hidden_size >= 4096 and config.experts is None:
                 assert at.sharded <= 8192, (name, world_size, at)

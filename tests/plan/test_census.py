@@ -16,7 +16,6 @@ WORLD_SIZES = (1, 2, 4, 8)
 NODES, COUNTED = "of several nodes", "its shapes are no set of weft bench"
 UNCHOSEN = {
     ("gathered_prefill_attention", "ulysses"): "few tokens of each rank: weft bench names none so short",
-    ("sharded_decode_attention", "two_kernels"): "more pairs than programs that are resident",
     ("sharded_decode_attention", "over_nodes"): NODES,
     ("all_reduce", "multimem_one_shot"): "NVLink multicast was off on all GPUs that measured: asked for by name",
     ("all_reduce", "multimem_two_shot"): "NVLink multicast was off on all GPUs that measured: asked for by name",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weft.costs import pushes
 from weft.costs.fitted import Fitted
 from weft.costs.gpu import Gpu
@@ -23,7 +25,7 @@ def sharded_decode(gpu: Gpu, fitted: Fitted, cached: float, part: float, world_s
     return (
         local
         - gpu.launch
-        + fitted.attention.merge
+        + fitted.attention.merge * math.log2(world_size)
         + pushes.one_hop(gpu, fitted.pushes, (world_size - 1) * part, world_size)
     )
 

@@ -129,7 +129,8 @@ class Grouped:
 
     expert   factor of a tile whose rows are gathered; weights: share of the memory's rate at which experts' weights are read
     call     of a grouped GEMM besides
-    ag, rs   of an AG-MoE, an MoE-RS besides its parts
+    ag, rs   of a sequential AG-MoE, of an MoE-RS besides its parts
+    fused    of a fused AG-MoE besides its GEMM; late: share of its rows' time on the wire for which tiles wait
     slabs    share of the sums and their copies that the GEMM does not hide
     tile     time of a tile besides its multiplications
     """
@@ -137,7 +138,9 @@ class Grouped:
     expert: float = 1.3
     weights: float = 0.93
     call: float = 5.5
-    ag: float = 8.0
+    ag: float = 5.0
+    fused: float = 26.0
+    late: float = 1.0
     rs: float = 2.0
     slabs: float = 0.3
     tile: float = 0.0

@@ -147,7 +147,7 @@ class Asked:
     def experts(self) -> grouped.Experts:
         """Experts, with ``tokens`` of the shape."""
         ranks = self.world_size if self.shape[3] < self.shape[2] else 1
-        sent = SENT if self.variant == "block_fp8" else float(self.item)
+        sent = SENT if self.variant in ("fp8", "block_fp8") else float(self.item)
         return grouped.Experts(*self.shape[:6], self.item, self.weight, ranks, sent)
 
     @property
@@ -246,10 +246,6 @@ def _route(gpu: Gpu, tokens: int) -> float:
     return gpu.launch + 3.1 + tokens * 0.66e-3
 
 
-def _schedule(gpu: Gpu, tokens: int) -> float:
-    return gpu.launch + 1.8 + tokens * 1.3e-3
-
-
 def _sum(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, k, _, _, hidden, *_ = asked.shape
     return _one(gpu.launch + 1.2 + (tokens * k + tokens) * hidden * asked.item / gpu.memory)
@@ -259,7 +255,7 @@ def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, _, experts, _, hidden, *_ = asked.shape
     router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
     chosen = router + _route(gpu, tokens)
-    return {"sequential": chosen + _schedule(gpu, tokens), "split": chosen, "fused": chosen}
+    return {"sequential": chosen + grouped.schedule(gpu, tokens), "split": chosen, "fused": chosen}
 
 
 def _decode(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -280,13 +276,15 @@ def _prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> float:
 
 
 def _gathered_prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    tokens, _, kv_heads, dim = asked.shape[:4]
-    alone, W = _prefill(gpu, of, asked), asked.world_size
+    """The gathered design: a rank's share of the attention, under which peers' copies come in turn."""
+    tokens, q_heads, kv_heads, dim = asked.shape[:4]
+    W, started = asked.world_size, attention.prefill(gpu, of, 0, q_heads, dim)
+    alone = _prefill(gpu, of, asked)
     if W == 1:
-        return _one(alone)
-    keys = 2 * tokens * kv_heads * dim * asked.item
-    part, gathered = alone / W, min(pushes.exchange(gpu, of.pushes, keys, W).values())
-    return _one(max(part, gathered) + min(part, gathered) / W)
+        return {"gathered": alone}
+    keys = 2 * tokens * kv_heads * dim * asked.item / W
+    part, copied = (alone - started) / W, (W - 1) * (2 * gpu.copy + keys / gpu.link)
+    return {"gathered": started + max(part, copied) + min(part, copied) / W}
 
 
 # Name -> (number of sizes, costs). N of a GEMM with silu counts results, of gate and up each.
@@ -308,14 +306,14 @@ OPS: dict[str, tuple[int, Costs]] = {
     "grouped_matmul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=False)),
     "grouped_matmul_silu_mul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=True)),
     "all_gather_grouped_matmul_silu_mul": (
-        6, _moved(lambda gpu, of, asked: _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size)), gated=True),
+        6, _moved(lambda gpu, of, asked: grouped.ag_moe(gpu, of, asked.every, asked.world_size), gated=True),
     ),
     "grouped_matmul_reduce_scatter": (
         6, _moved(lambda gpu, of, asked: grouped.moe_rs(gpu, of, asked.every, asked.world_size), gated=False),
     ),
     "grouped_matmul_all_reduce_rms_norm": (6, _moved(_moe_norm, gated=False)),
     "route": (6, lambda gpu, of, asked: _one(_route(gpu, asked.shape[0]))),
-    "moe_schedule": (6, lambda gpu, of, asked: _one(_schedule(gpu, asked.shape[0]))),
+    "moe_schedule": (6, lambda gpu, of, asked: _one(grouped.schedule(gpu, asked.shape[0]))),
     "moe_sum": (6, _sum),
     "matmul_route_schedule": (6, _routing),
     "decode_attention": (3, _decode),

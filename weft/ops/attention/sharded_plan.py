@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
     from weft.runtime.team.team import Team
 
+# Pairs of a sequence and a KV head up to which more than two ranks merge in a second kernel. Four H200s, one sequence of 32
+# query heads: 4 pairs 17.6 us in a row, 23.0 in one kernel; 8 and 12 pairs within 1 us (results/h200-x4-long, lab/h200-regret).
+FEW_PAIRS = 4
 # Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
 SHARED_BYTES = 227 << 10
 
@@ -151,6 +154,8 @@ class ShardedPlan(AttentionOp):
         split = self.split_of(call, machine)
         programs = call.pairs * split.splits
         reason = f"{call.pairs} pairs of a sequence and a KV head, {programs} programs"
+        if machine.world_size > 2 and call.pairs <= FEW_PAIRS:
+            return "two_kernels", f"{reason}: few join, and would receive all heads"
         if machine.world_size == 1 or self.fits(split, call, machine):
             return "one_kernel", f"{reason}, all resident"
         return "two_kernels", f"{reason}, more than are resident at a time"
@@ -173,8 +178,14 @@ class ShardedPlan(AttentionOp):
         return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a part of each head from each node")
 
     def split_of(self, call: ShardedCall, machine: Machine) -> SplitKV:
-        """Local attention by ``paged_attention``'s rule: it is the same work."""
-        return split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
+        """Local attention by ``paged_attention``'s rule; of more than two ranks one program an SM.
+
+        Four H200s, 8 pairs, 60,000 tokens: 16 partials 31.2 us, 32 32.7 (lab/h200-regret/regret-all-w4.json).
+        """
+        split = split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
+        if machine.world_size > 2:
+            split = replace(split, splits=min(split.splits, max(1, machine.caps.sms // max(1, call.pairs))))
+        return split
 
     def fits(self, split: SplitKV, call: ShardedCall, machine: Machine) -> bool:
         """True if all programs of a call are resident at once."""

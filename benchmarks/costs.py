@@ -1,7 +1,7 @@
 """Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
 
 ``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups
-of these groups alone (fp8 mxfp4 int4: of quantized weights); with --errors only errors.json, of the shipped constants.
+of these groups alone (fp8 fp8_experts mxfp4 int4: of quantized weights); with --errors only errors.json, of shipped constants.
 ``python -m benchmarks.gpu_costs`` fits the constants of a GPU.
 """
 
@@ -13,7 +13,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from weft.bench.ops.labels import label
 from weft.bench.ops.shapes import computes, op_of
 from weft.bench.regret.file import read
 from weft.costs.choice import chosen
-from weft.costs.fitted import FILE, Fitted, to_json
+from weft.costs.fitted import FILE, FP8_VARIANTS, Fitted, to_json
 from weft.costs.fitted import read as read_fitted
 from weft.costs.gemms import FEW_ROWS
 from weft.costs.gpu import Gpu, named
@@ -58,11 +58,23 @@ GROUPS = {
     "exchanges": ("moe_dispatch", "moe_combine"),
     "grouped": EXPERTS,
     "attention": ("sharded_decode_attention",),
-    "fp8": (*DENSE, "matmul_silu_mul", *EXPERTS),
+    "fp8": (*DENSE, "matmul_silu_mul"),
+    "fp8_experts": EXPERTS,
     "mxfp4": ("matmul", "grouped_matmul_silu_mul"),
     "int4": ("matmul",),
 }
-FORMS = {"fp8": ("block_fp8", "channel_fp8"), "mxfp4": ("four_bit",), "int4": ("int4",)}
+FORMS = {"fp8": FP8_VARIANTS, "fp8_experts": FP8_VARIANTS, "mxfp4": ("four_bit",), "int4": ("int4",)}
+# (hidden, features) of the experts of Qwen3-30B-A3B.
+QWEN = (2048, 768)
+FP8_GEMMS = {"gate_up": "grouped_matmul_silu_mul", "down": "grouped_matmul"}
+# File of these in fp8 -> its rows, and the tokens at which they ran today's kernels: gate_up's, down's. The loop of down of few
+# pairs was flattened last; gate and up of many pairs are two products since the first file.
+FP8_GROUPED = {
+    "h200-fp8-grouped": ("design", (1, 8, 32, 128), (1,)),
+    "h200-fp8-grouped-4096": ("design", (4096,), (4096,)),
+    "h200-fp8-grouped-deep-gemm": ("fp8", (1, 32, 4096), (1, 4096)),
+    "h200-fp8-grouped-flattened": ("flattened", (), (8, 32, 128, 4096)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +113,9 @@ class Row:
     def held_out(self) -> bool:
         """True for a third of the rows, of quantized weights for half of them, by their shapes."""
         drawn = zlib.crc32(f"{self.name} {self.shape} {self.world_size}".encode())
-        # By a bit with which both halves have all sizes of weights.
-        return (drawn >> 20) % 2 == 1 if self.variant in WEIGHTS else drawn % 3 == 0
+        # By bits with which both halves have all sizes of weights, and experts of few and of many pairs.
+        bit = 27 if self.op in EXPERTS else 20
+        return (drawn >> bit) % 2 == 1 if self.variant in WEIGHTS else drawn % 3 == 0
 
     @cached_property
     def place(self) -> tuple:
@@ -111,7 +124,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Committed rows of weft's designs and of cuBLAS alone."""
-    return [*_results(), *_candidates(), *_choices(), *_regrets(), *_quantized()]
+    return [*_results(), *_candidates(), *_choices(), *_regrets(), *_quantized(), *_fp8_experts()]
 
 
 def _results() -> Iterator[Row]:
@@ -213,28 +226,47 @@ def _regrets() -> Iterator[Row]:
 def _quantized() -> Iterator[Row]:
     """GEMMs of quantized weights on one GPU, of rows in fp8 with weights in fp8."""
     here = {"world_size": 1, "gpu": "NVIDIA H200", "design": ""}
-    providers = {"auto x8": "block_fp8", "auto mxfp4": "four_bit", "auto int4": "int4"}
+    variants = {"x8": "block_fp8", "mxfp4": "four_bit", "int4": "int4"}
     for name in ("h200-fp8-gemm", "h200-four-bit-gemm"):
         for row in _lab_rows(name):
-            if row["provider"] in providers:
+            kernel, _, form = row["provider"].partition(" ")
+            # With 128 rows plans convert MXFP4 before the GEMM; those of that day did not.
+            planned = "cublas" if (form, row.get("M")) == ("mxfp4", 128) else "auto"
+            if kernel == planned and form in variants:
                 gated = row.get("gated", False)
                 yield Row(
-                    op="matmul_silu_mul" if gated else "matmul", variant=providers[row["provider"]], us=row["us"],
+                    op="matmul_silu_mul" if gated else "matmul", variant=variants[form], us=row["us"],
                     shape=(row["M"], row["N"] // (2 if gated else 1), row["K"]), source=name, **here,
                 )  # fmt: skip
-    # Of Qwen3-30B-A3B: fp8 on one rank, 4 bits on one of two.
-    gemms, sizes = {"gate_up": "grouped_matmul_silu_mul", "down": "grouped_matmul"}, (2048, 768)
-    for name in ("h200-fp8-grouped", "h200-fp8-grouped-4096", "h200-fp8-grouped-deep-gemm"):
-        for row in _lab_rows(name):
-            if row["provider"] == "fp8" and row["gemm"] in gemms:
-                shape = row["tokens"], 8, 128, 128, *sizes
-                yield Row(op=gemms[row["gemm"]], variant="block_fp8", shape=shape, us=row["us"], source=name, **here)
+    # Of one of two ranks.
     for row in _lab_rows("h200-four-bit-gemm", "experts"):
         if row["provider"] == "experts mxfp4":
-            shape = row["T"], 8, 128, 64, *sizes
             yield Row(
-                op=gemms["gate_up"], variant="four_bit", shape=shape, us=row["us"], source="h200-four-bit-gemm", **here
-            )
+                op="grouped_matmul_silu_mul", variant="four_bit", shape=(row["T"], 8, 128, 64, *QWEN), us=row["us"],
+                source="h200-four-bit-gemm", **here,
+            )  # fmt: skip
+
+
+def _fp8_experts() -> Iterator[Row]:
+    """Grouped GEMMs of experts in fp8 on one GPU, by the designs that plans take."""
+    for name, (kind, *measured) in FP8_GROUPED.items():
+        file = json.loads((ROOT / "lab" / f"{name}.json").read_text())
+        for (gemm, alias), tokens in zip(FP8_GEMMS.items(), measured, strict=True):
+            op, here = op_of(alias), machine_of("NVIDIA H200", 1)
+            for row in file["rows"]:
+                if (row.get("gemm"), kind) != (gemm, row.get("form", row.get("provider"))) or row[
+                    "tokens"
+                ] not in tokens:
+                    continue
+                shape = row["tokens"], 8, 128, file["held"], *QWEN
+                call = op.call_of_case(op.case_of((*shape, 0), torch.bfloat16, 1, block_fp8=True), here)
+                design = op.plan(call._replace(written=op.gated), here).design
+                planned = {"block": call.block, **asdict(design)}
+                if all(row.get(field, value) == value for field, value in planned.items()):
+                    yield Row(
+                        op=op.name, variant="block_fp8", shape=shape, us=row["us"], source=name, world_size=1,
+                        gpu="NVIDIA H200", design="",
+                    )  # fmt: skip
 
 
 def _lab_rows(name: str, rows: str = "rows") -> list[dict[str, Any]]:

@@ -132,7 +132,6 @@ class Grouped:
     ag, rs   of a sequential AG-MoE, of an MoE-RS besides its parts
     fused    of a fused AG-MoE besides its GEMM; late: share of its rows' time on the wire for which tiles wait
     slabs    share of the sums and their copies that the GEMM does not hide
-    tile     time of a tile besides its multiplications
     """
 
     expert: float = 1.3
@@ -143,7 +142,6 @@ class Grouped:
     late: float = 1.0
     rs: float = 2.0
     slabs: float = 0.3
-    tile: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +161,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """GEMMs of fp8 operands: constants in place of those of ``Gemms`` and ``Grouped``.
+    """GEMMs of fp8 operands: constants in place of those of ``Gemms``.
 
     block, channel     pace of a tile with scales of blocks, and of rows
     few, rows, slow, sums  as of ``Gemms``
-    expert, tile, weights  of experts, as of ``Grouped``
     """
 
     block: float = 1.235
@@ -176,9 +173,20 @@ class Fp8:
     rows: float = 0.2605
     slow: float = 0.03508
     sums: float = 0.6748
-    expert: float = 0.9
-    tile: float = 2.079
-    weights: float = 0.9408
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Experts:
+    """Grouped GEMMs of fp8 operands.
+
+    step     time of a step of 128 columns in a tile of few pairs
+    tile     time of a tile of many pairs besides its multiplications
+    expert   factor of the multiplications, at twice the rate of 16 bits
+    """
+
+    step: float = 0.4
+    tile: float = 0.9
+    expert: float = 1.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +194,11 @@ class FourBit:
     """GEMMs of a weight in 4 bits and rows of 16.
 
     convert  numbers that an SM makes of a weight in a µs, in a GEMM of few rows; experts: in a grouped GEMM
-    rows     share of the arithmetic that the conversions do not hide
     widen    share of the memory's rate at which a kernel writes a weight in 16 bits
     """
 
     convert: float = 9e3
-    experts: float = 11e3
-    rows: float = 1.0
+    experts: float = 13.2e3
     widen: float = 0.65
 
 
@@ -206,6 +212,7 @@ class Fitted:
     grouped: Grouped = dataclasses.field(default_factory=Grouped)
     attention: Attention = dataclasses.field(default_factory=Attention)
     fp8: Fp8 = dataclasses.field(default_factory=Fp8)
+    fp8_experts: Fp8Experts = dataclasses.field(default_factory=Fp8Experts)
     mxfp4: FourBit = dataclasses.field(default_factory=FourBit)
     int4: FourBit = dataclasses.field(default_factory=FourBit)
 
@@ -221,8 +228,7 @@ class Fitted:
         pace = of.block if variant == "block_fp8" else of.channel
         # No power: it did not slow down the long GEMMs of the measurements.
         gemms = replace(self.gemms, pace=pace, few=of.few, rows=of.rows, slow=of.slow, sums=of.sums, power=0.0)
-        experts = replace(self.grouped, expert=of.expert, tile=of.tile, weights=of.weights)
-        return replace(self, gemms=gemms, grouped=experts)
+        return replace(self, gemms=gemms)
 
 
 @lru_cache

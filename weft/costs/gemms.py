@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weft.costs import pushes
 from weft.costs.fitted import FourBit, Gemms
 from weft.costs.gpu import Gpu
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 
 # Rows and columns of tiles that a GEMM may use.
 TILES = ((128, 256), (128, 128), (64, 128))
@@ -24,9 +24,10 @@ FEW_ROWS, LONG_ROWS = 128, 4096
 SEQUENTIAL_ROWS = 512
 # Start of a copy of scales, in front of the flag.
 SCALES_COPY = 2.2
-# Rows up to which numbers of a weight in 4 bits are made in the GEMM. Those of int4 are up to 128 (weft.ops.gemm.small_m_rule),
-# in some 7 % less time than a kernel that makes them before.
-FOUR_BIT_ROWS = 64
+# Most rows of a tile of a GEMM that converts a weight in 4 bits, and most rows of a tile of 128 columns, in place of 64. A tile
+# reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 115, 133, 212 us
+# (benchmarks/lab/h200-four-bit-gemm.json).
+TILE_ROWS, WIDE_ROWS, L2_RATE = 128, 64, 1.2
 
 
 def sequential_rows(world_size: int) -> int:
@@ -69,12 +70,13 @@ def gemm(gpu: Gpu, fitted: Gemms, size: Size) -> float:
 
 
 def four_bit(gpu: Gpu, fitted: Gemms, of: FourBit, size: Size) -> float:
-    """``gemm`` of a weight in 4 bits, converted in the GEMM of few rows and before the GEMM of more."""
+    """``gemm`` of a weight in 4 bits, converted by the GEMM or by a kernel before it: the faster of both."""
     M, N, K = size[:3]
-    if M > FOUR_BIT_ROWS:
-        return widened(gpu, of, N * K * size.weight, N * K) + gemm(gpu, fitted, size._replace(weight=float(size.item)))
-    arithmetic = 2 * max(16, M) * N * K / gpu.flops
-    return gpu.launch + fitted.few + N * K / (of.convert * gpu.sms) + of.rows * arithmetic
+    before = widened(gpu, of, N * K * size.weight, N * K) + gemm(gpu, fitted, size._replace(weight=float(size.item)))
+    rows = min(TILE_ROWS, max(16, next_power_of_2(M)))
+    converted = N * K / (of.convert * gpu.sms)
+    read = cdiv(N, 128 if rows <= WIDE_ROWS else 64) * rows * K * size.item / (L2_RATE * gpu.memory)
+    return min(before, gpu.launch + fitted.few + cdiv(M, rows) * (converted + read))
 
 
 def widened(gpu: Gpu, of: FourBit, nbytes: float, numbers: float) -> float:

@@ -15,8 +15,10 @@ from weft.runtime.arithmetic import cdiv
 
 # Columns of a tile, and blocks of pairs (weft.ops.moe.moe_schedule).
 COLUMNS, BLOCKS, SLABS = 256, (16, 32, 64, 128), 4
-# Pairs of a tile up to which it makes the numbers of a weight in 4 bits.
-FOUR_BIT_BLOCK = 32
+# Columns of K under a scale of fp8; pairs of a tile that are few.
+STEP, FEW_PAIRS = 128, 32
+# Rows of a weight in 4 bits in a tile of few pairs, which converts it: of each of gate, up or down.
+FOUR_BIT_ROWS = 64
 
 
 class Experts(NamedTuple):
@@ -26,6 +28,7 @@ class Experts(NamedTuple):
     held    experts of a rank, of ``experts``; item, weight: bytes of an element of rows and of weights
     ranks   that hold the other experts, and wait for the one with the most chosen ones; 1: there are none
     sent    bytes of an element of rows on their way to the experts
+    fp8     rows and weights are in fp8
     """
 
     tokens: int
@@ -38,6 +41,7 @@ class Experts(NamedTuple):
     weight: float = 2.0
     ranks: int = 1
     sent: float = 2.0
+    fp8: bool = False
 
     @property
     def pairs(self) -> float:
@@ -63,9 +67,38 @@ class Experts(NamedTuple):
 def grouped(gpu: Gpu, fitted: Fitted, experts: Experts, N: int, K: int) -> float:
     """Grouped GEMM [pairs, K] @ [held, N, K] of a rank."""
     of, block = fitted.grouped, block_of(experts)
-    tile = block * COLUMNS * K * 2 * gpu.sms / gpu.flops * of.expert + of.tile
+    tile = block * COLUMNS * K * 2 * gpu.sms / gpu.flops * of.expert
     moved = experts.hit * N * K * experts.weight + experts.pairs * (K + N) * experts.item
-    return of.call + max(waves(gpu, experts, N) * tile, moved / (of.weights * gpu.memory))
+    return of.call + max(waves(gpu, experts, N, COLUMNS) * tile, moved / (of.weights * gpu.memory))
+
+
+def in_fp8(gpu: Gpu, fitted: Fitted, experts: Experts, gated: bool) -> float:
+    """``grouped`` in fp8.
+
+    With few pairs the memory reads the weights, after one tile has waited for the scales of its steps, each loaded one step
+    ahead; with more pairs tiles multiply.
+    """
+    of, (N, K) = fitted.fp8_experts, experts.matrix(gated)
+    results = experts.pairs * N * (1 if gated else experts.item)
+    read = (experts.hit * N * K + experts.pairs * K + results) / (fitted.grouped.weights * gpu.memory)
+    if has_few_pairs(experts):
+        return gpu.launch + cdiv(K, STEP) * of.step + read
+    rows = fp8_rows(gated)
+    multiplied = block_of(experts) * rows * K * gpu.sms / gpu.flops * of.expert
+    return gpu.launch + max(read, waves(gpu, experts, N, rows) * (multiplied + of.tile))
+
+
+def fp8_rows(gated: bool) -> int:
+    """Rows of a weight in fp8 by which an SM multiplies many pairs at a time.
+
+    As ``weft.ops.moe.grouped.rule`` has them.
+    """
+    return 256 if gated else 128
+
+
+def has_few_pairs(experts: Experts) -> bool:
+    """True for tiles of so few pairs that each has weights to wait for."""
+    return block_of(experts) <= FEW_PAIRS
 
 
 def block_of(experts: Experts) -> int:
@@ -74,20 +107,26 @@ def block_of(experts: Experts) -> int:
     return next((rows for rows in BLOCKS[:-1] if 2 * mean <= rows), BLOCKS[-1])
 
 
-def waves(gpu: Gpu, experts: Experts, N: int) -> int:
-    """Tiles of N columns that an SM computes one after the other."""
-    # Of an expert with more than a block of pairs the last tile is half full in the mean.
-    tiles = math.ceil(max(experts.hit, experts.pairs / block_of(experts) + experts.hit / 2)) * cdiv(N, COLUMNS)
-    return cdiv(tiles, gpu.sms)
+def waves(gpu: Gpu, experts: Experts, N: int, columns: int) -> int:
+    """Tiles of ``columns``, of N, that an SM computes one after the other."""
+    return cdiv(math.ceil(row_tiles(experts)) * cdiv(N, columns), gpu.sms)
 
 
-def four_bit(gpu: Gpu, fitted: Fitted, of: FourBit, experts: Experts, N: int, K: int) -> float:
+def row_tiles(experts: Experts) -> float:
+    """Tiles of pairs: of an expert with more than a block of them the last one is half full in the mean."""
+    return max(experts.hit, experts.pairs / block_of(experts) + experts.hit / 2)
+
+
+def four_bit(gpu: Gpu, fitted: Fitted, of: FourBit, experts: Experts, gated: bool) -> float:
     """``grouped`` of weights in 4 bits, converted in tiles of few pairs and before the GEMM of more."""
-    if block_of(experts) > FOUR_BIT_BLOCK:
+    N, K = experts.matrix(gated)
+    if not has_few_pairs(experts):
         return widened(gpu, of, experts, N, K) + grouped(
             gpu, fitted, experts._replace(weight=float(experts.item)), N, K
         )
-    return fitted.grouped.call + waves(gpu, experts, N) * COLUMNS * K / of.experts
+    columns = FOUR_BIT_ROWS * (2 if gated else 1)
+    # Tiles of an SM convert beside each other; alone, as at the end, one takes twice as long.
+    return fitted.grouped.call + (waves(gpu, experts, N, columns) + 1) * columns * K / of.experts
 
 
 def widened(gpu: Gpu, of: FourBit, experts: Experts, N: int, K: int) -> float:
@@ -98,12 +137,18 @@ def widened(gpu: Gpu, of: FourBit, experts: Experts, N: int, K: int) -> float:
 
 def gate_up(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
     """With gate and up, and their product."""
-    return grouped(gpu, fitted, experts, *experts.matrix(gated=True))
+    return _alone(gpu, fitted, experts, gated=True)
 
 
 def down(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
     """With down."""
-    return grouped(gpu, fitted, experts, *experts.matrix(gated=False))
+    return _alone(gpu, fitted, experts, gated=False)
+
+
+def _alone(gpu: Gpu, fitted: Fitted, experts: Experts, gated: bool) -> float:
+    if experts.fp8:
+        return in_fp8(gpu, fitted, experts, gated)
+    return grouped(gpu, fitted, experts, *experts.matrix(gated))
 
 
 def schedule(gpu: Gpu, tokens: int) -> float:

@@ -148,7 +148,7 @@ class Asked:
         """Experts, with ``tokens`` of the shape."""
         ranks = self.world_size if self.shape[3] < self.shape[2] else 1
         sent = SENT if self.variant in ("fp8", "block_fp8") else float(self.item)
-        return grouped.Experts(*self.shape[:6], self.item, self.weight, ranks, sent)
+        return grouped.Experts(*self.shape[:6], self.item, self.weight, ranks, sent, self.fp8)
 
     @property
     def of_16_bits(self) -> Asked:
@@ -204,7 +204,7 @@ def _experts(gpu: Gpu, of: fitted.Fitted, asked: Asked, gated: bool) -> dict[str
     experts, form = asked.experts, of.four_bit(asked.variant)
     if form is None:
         return _one(grouped.gate_up(gpu, of, experts) if gated else grouped.down(gpu, of, experts))
-    return _one(grouped.four_bit(gpu, of, form, experts, *experts.matrix(gated)))
+    return _one(grouped.four_bit(gpu, of, form, experts, gated))
 
 
 def _moved(time: Costs, gated: bool) -> Costs:

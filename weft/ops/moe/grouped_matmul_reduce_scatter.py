@@ -331,10 +331,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
     def costs(self, call: GroupedScatterCall, machine: Machine) -> dict[str, float]:
         """Predicted µs of each design, of whole experts."""
-        item = call.dtype.itemsize
-        weight = 1.0 if call.block_fp8 or call.channel_fp8 else float(item)
+        item, fp8 = call.dtype.itemsize, call.block_fp8 or call.channel_fp8
+        weight = 1.0 if fp8 else float(item)
         tokens = machine.world_size * call.tokens
-        experts = grouped.Experts(tokens, call.choices, call.experts, call.held, call.H, call.N, item, weight)
+        sizes = tokens, call.choices, call.experts, call.held, call.H, call.N
+        experts = grouped.Experts(*sizes, item, weight, fp8=fp8)
         return grouped.moe_rs(gpu_of(machine.caps), fitted.read(), experts, machine.world_size)
 
     def default(self, name: str, call: GroupedScatterCall, machine: Machine) -> Any:

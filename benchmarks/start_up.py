@@ -37,8 +37,8 @@ from weft.runtime.files import put
 READY_SECONDS = 140.0
 # Modules that --imports measures: each has the modules before it.
 IMPORTS = "torch", "triton", "weft.runtime.launch", "weft.engine.engine", "weft.engine", "weft.serve.app"
-# Lines of a log that tell the steps of a start.
-STEPS = "start: ", "engine ready", "warm-up:", "captured the CUDA graph"
+# Lines of a log that tell the steps of a start and of an end.
+STEPS = "start: ", "end: ", "engine ready", "warm-up:", "captured the CUDA graph"
 
 
 def main() -> None:

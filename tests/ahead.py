@@ -17,17 +17,17 @@ class Ahead:
     anew.
     """
 
-    def __init__(self, gpus: int, modules: Sequence[str]) -> None:
-        self._gpus, self._modules = gpus, modules
+    def __init__(self, gpus: int, modules: Sequence[str], later: Sequence[str] = ()) -> None:
+        self._gpus, self._modules, self._later = gpus, modules, later
         self._start()
 
     def _start(self) -> None:
         self._of = surroundings()
-        self._ready = EarlyProcesses(self._gpus, self._modules, gpus=self._gpus)
+        self._ready = EarlyProcesses(self._gpus, self._modules, later=self._later, gpus=self._gpus)
 
     @contextmanager
     def processes(
-        self, count: int, modules: Sequence[str], *, first_gemm: bool = False
+        self, count: int, modules: Sequence[str], *, later: Sequence[str] = (), first_gemm: bool = False
     ) -> Iterator[EarlyProcesses | None]:
         """Yield the processes of a launch; None for no ranks."""
         if not count:

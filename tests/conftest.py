@@ -50,7 +50,7 @@ def _ranks_ahead(request):
         return
     from tests.ahead import Ahead
 
-    ahead = Ahead(gpus, launch.RANKS_LOAD)
+    ahead = Ahead(gpus, launch.RANKS_LOAD, launch.RANKS_LOAD_LATER)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "early_processes", ahead.processes)
         yield

@@ -13,6 +13,7 @@ ASTSource, create_function_from_signature, driver, find_paths_if, make_backend
 builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
 gsan            ``weft.runtime.platforms.sanitized`` takes heaps from it, and ``weft.check.gpu`` looks whether it is there
 builtin         decorates the functions of ``weft.language`` that run as a kernel is compiled
+hash_triton     ``weft.runtime.early`` calls it in the processes of ranks
 target_info     ``weft.language.lowering`` asks it for the GPU that a kernel is compiled for
 standard        ``weft.runtime.triton_interpret`` looks whether its functions are interpreted
 """
@@ -33,6 +34,7 @@ from triton.compiler.code_generator import CodeGenerator
 from triton.language import core, standard, target_info
 from triton.language.core import TRITON_BUILTIN, base_value, builtin, tensor_descriptor_base
 from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
+from triton.runtime import cache
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, TensorWrapper, create_function_from_signature, find_paths_if
 
@@ -43,8 +45,8 @@ __all__ = [
     "TRITON_BUILTIN", "ASTSource", "CodeGenerator", "CompilationError", "CompiledKernel", "GPUTarget",
     "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder", "InterpreterOptions", "JITFunction",
     "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin", "canonicalize_dtype", "combine_max",
-    "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "gsan", "ir", "knobs",
-    "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "wrap_axis",
+    "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "gsan", "hash_triton",
+    "ir", "knobs", "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "wrap_axis",
 ]  # fmt: skip
 
 wrap_axis = core._wrap_axis
@@ -65,6 +67,14 @@ def launcher_of(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple]:
         how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory of either kind
         return run.launch, (compiled.function, *how, compiled.packed_metadata, None, None, None)
     return run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def hash_triton() -> None:
+    """Hash Triton's files, which Triton does before it looks for a process's first kernel in its cache.
+
+    400 MB, 0.4 s, during which other threads go on. The hash is kept.
+    """
+    cache.triton_key()
 
 
 def gsan() -> ModuleType:

@@ -21,6 +21,7 @@ from weft.cli import app
 from weft.console import logged, notices, progress
 from weft.plan.memo import forget
 from weft.runtime import launch, logs
+from weft.runtime.early import Preparation
 
 ROOT = Path(__file__).parent.parent.parent
 logger = logs.logger_of("weft.tests")
@@ -128,7 +129,7 @@ def test_ranks_processes_get_the_verbosity_of_the_command(monkeypatch):
     threads = torch.get_num_threads()
     result, pipe = Pipe(duplex=False)
     try:
-        launch._worker(pipe, 0, _no_team, jobs[0], pickle.dumps((os.getcwd, ())))
+        launch._worker(Preparation(0.0), pipe, 0, _no_team, jobs[0], pickle.dumps((os.getcwd, ())))
         assert logs.verbosity() == 1 and ends == [1] and "no GPU" in str(pickle.loads(result.recv_bytes())[0])
     finally:
         logs.hide()

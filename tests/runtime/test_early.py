@@ -1,13 +1,16 @@
 """Processes of ranks that load modules before they have work: taken once, else ended, and replaced where one has died."""
 
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from tests.ahead import Ahead
 from tests.limits import ANSWER, PROCESS
 from tests.spawning import Alone
+from weft import triton_api
 from weft.cli import serve
 from weft.errors import NotEnoughGPUs
 from weft.runtime import early, launch
@@ -138,6 +142,58 @@ def test_an_interrupt_while_a_process_takes_work_leaves_it_to_close(monkeypatch)
         made.take(says, (), [theirs])
     made.close()
     assert not process.is_alive() and not made._waiting
+
+
+def did(preparation, pipe, place):
+    """Work that tells whether garbage was collected when it began, and what was done by then."""
+    began = gc.isenabled(), str(preparation)
+    preparation.join()
+    pipe.send((place, *began, str(preparation)))
+
+
+def test_drivers_and_the_hash_of_triton_go_beside_the_imports_and_later_modules_beside_the_work(monkeypatch):
+    started, loaded = threading.Barrier(4, timeout=ANSWER), threading.Event()
+
+    def load(modules):
+        if modules == ("first",):
+            assert not gc.isenabled()
+            started.wait()  # for both drivers and the hash
+        else:
+            loaded.wait(timeout=ANSWER)
+
+    def broken(gpu):
+        started.wait()
+        raise OSError(f"GPU {gpu} is gone")
+
+    def work(preparation, *given):
+        loaded.set()
+        return did(preparation, *given)
+
+    monkeypatch.setattr(early, "_load", load)
+    monkeypatch.setattr(early, "_init_nvml", started.wait)
+    monkeypatch.setattr(early, "_make_context", broken)
+    monkeypatch.setattr(triton_api, "hash_triton", started.wait)
+    monkeypatch.setattr(early.pickle, "loads", lambda data: (work, ("here",), 1))
+    (ours, theirs), (result, pipe) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    ours.send_bytes(b"work")
+    send_handle(ours, pipe.fileno(), os.getpid())
+    try:
+        early._wait_for_work(theirs, early.Preparation(time.monotonic()), ("first",), ("second",), 1, False)
+    finally:
+        gc.unfreeze()
+    place, collects, began, ended = result.recv()
+    assert place == "here" and collects
+    assert all(part in began for part in ("python", "NVML", "modules", "work")) and "later" not in began
+    assert "hash of Triton" in ended and "later modules" in ended
+    assert "context" not in ended, "its error is left to what needs it"
+
+
+def test_the_parent_prepares_nvml_while_ranks_start(monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(early, "DRIVERS", ("/dev/null",))
+    monkeypatch.setattr(early, "_init_nvml", done.set)
+    with early.early_processes(1, ("json",)):
+        assert done.wait(timeout=ANSWER)
 
 
 def test_without_a_number_or_a_driver_none_is_started(monkeypatch):

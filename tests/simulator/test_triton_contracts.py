@@ -23,6 +23,7 @@ from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia import driver as cuda_driver
 from triton.compiler import code_generator
 from triton.language import semantic
+from triton.runtime import cache as triton_cache
 from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -73,6 +74,15 @@ def parameters_are_described(_: pytest.MonkeyPatch) -> bool:
 def source_is_kept(_: pytest.MonkeyPatch) -> bool:
     assert kernel.src.startswith("def kernel(") and "".join(kernel.raw_src).startswith("@triton.jit")
     return kernel.starting_line_number == DECORATED_AT and not kernel.is_gluon() and kernel.fn.__name__ == "kernel"
+
+
+def hash_of_triton_is_kept(monkeypatch: pytest.MonkeyPatch) -> bool:
+    hashed = []
+    assert callable(triton_cache.triton_key.cache_info)
+    monkeypatch.setattr(triton_cache, "triton_key", lambda: hashed.append(0) or "hash of Triton")
+    triton_api.hash_triton()
+    part = SimpleNamespace(hash=lambda: "part")
+    return triton_cache.get_cache_key(part, part, part, {}).startswith("hash of Triton-part") and len(hashed) == 2
 
 
 def interpreted_when_asked(monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -306,6 +316,8 @@ CONTRACTS = (
              + (Path(cuda_driver.__file__).parent / "driver.c").read_text()),
     contract("knobs.runtime has the profilers' hooks, whose calls are empty without a profiler", "weft/runtime/launching.py",
              lambda _: not (KNOBS.launch_enter_hook.calls or KNOBS.launch_exit_hook.calls)),
+    contract("hash_triton: a kernel's key in the cache takes the hash of Triton from triton_key, which keeps it",
+             "weft/triton_api.py", hash_of_triton_is_kept, (3, 6)),
     contract("AsyncCompileMode(executor, ignore_errors=) compiles in threads", "weft/bench/harness/compiling.py",
              lambda _: list(inspect.signature(triton.AsyncCompileMode).parameters) == ["executor", "ignore_errors"]),
     # the compiler, seen from a builtin

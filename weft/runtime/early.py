@@ -6,13 +6,15 @@ Without torch itself, so that a command can start them first.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -32,13 +34,23 @@ class EarlyProcesses:
     """Processes that load modules and wait for work; each is taken once, and the rest end with `close`.
 
     modules     they load these before they have work
-    gpus        process i makes the context of GPU i modulo this number while it loads them, since rank i runs there; 0: none
+    later       they load these after `modules` in a thread, beside what their work begins with
+    gpus        process i prepares GPU i modulo this number while it loads them, since rank i runs there: NVML, the GPU's
+                context, and the hash for Triton's cache; 0: none
     first_gemm  each then runs what the first GEMM and the first copy on a GPU would wait for
     """
 
-    def __init__(self, count: int, modules: Sequence[str] = (), *, gpus: int = 0, first_gemm: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        modules: Sequence[str] = (),
+        *,
+        later: Sequence[str] = (),
+        gpus: int = 0,
+        first_gemm: bool = False,
+    ) -> None:
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
-        self._modules, self._first_gemm = tuple(modules), first_gemm
+        self._modules, self._later, self._first_gemm = tuple(modules), tuple(later), first_gemm
         self._waiting: list[tuple[BaseProcess, Connection]] = []
         # Python would end them by SIGTERM, which they hold back, and wait.
         multiprocessing.util.Finalize(self, _end_waiting, (self._waiting,), exitpriority=0)
@@ -51,16 +63,18 @@ class EarlyProcesses:
 
     def _start(self, gpu: int | None) -> None:
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=_wait_for_work, args=(theirs, self._modules, gpu, self._first_gemm), daemon=True
-        )
+        given = theirs, Preparation(time.monotonic()), self._modules, self._later, gpu, self._first_gemm
+        process = multiprocessing.get_context("spawn").Process(target=_wait_for_work, args=given, daemon=True)
         self._waiting.append((process, ours))  # before an interrupt can come, which would leave it waiting for ever
         with held_for_children():
             process.start()
         theirs.close()
 
     def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess:
-        """Have a process, a new one if none is left, call target(pipes[0], *arguments, *pipes[1:])."""
+        """Have a process call target(its Preparation, pipes[0], *arguments, *pipes[1:]).
+
+        A new process if none is left.
+        """
         work = pickle.dumps((target, tuple(arguments), len(pipes)))
         while True:
             if is_new := not self._waiting:
@@ -95,22 +109,66 @@ def _end_waiting(waiting: list[tuple[BaseProcess, Connection]]) -> None:
 
 
 @contextmanager
-def early_processes(count: int, modules: Sequence[str], *, first_gemm: bool = False) -> Iterator[EarlyProcesses | None]:
+def early_processes(
+    count: int, modules: Sequence[str], *, later: Sequence[str] = (), first_gemm: bool = False
+) -> Iterator[EarlyProcesses | None]:
     """Yield `EarlyProcesses` for `count` ranks on GPUs; None for none, or without a driver."""
     if not count or not any(map(os.path.exists, DRIVERS)):
         yield None
         return
-    processes = EarlyProcesses(count, modules, gpus=visible_gpus(), first_gemm=first_gemm)
+    processes = EarlyProcesses(count, modules, later=later, gpus=visible_gpus(), first_gemm=first_gemm)
+    # torch asks it for the number of GPUs, which this process needs before ranks have work.
+    threading.Thread(target=_init_nvml, name="weft NVML", daemon=True).start()
     try:
         yield processes
     finally:
         processes.close()
 
 
-def _make_context(gpu: int) -> None:
-    """Initialise NVML and the driver, and make the context of a GPU that torch will use."""
-    with suppress(OSError):  # torch asks NVML for links between machines as it allocates symmetric memory
+class Preparation:
+    """Parts of a rank's start that its process does before its work, some in threads, and when.
+
+    begin  time.monotonic() when the process was started
+    """
+
+    def __init__(self, begin: float) -> None:
+        self._begin, self._done = begin, dict[str, float]()
+        self._threads: list[threading.Thread] = []
+
+    def note(self, part: str) -> None:
+        """Note that a part is done."""
+        self._done[part] = time.monotonic() - self._begin
+
+    def beside(self, part: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
+        """Do a part in a thread. Its error is left to what needs the part, and does it again."""
+
+        def run() -> None:
+            with suppress(Exception):
+                work(*arguments)
+                self.note(part)
+
+        self._threads.append(thread := threading.Thread(target=run, name=f"weft {part}", daemon=True))
+        thread.start()
+        return thread
+
+    def join(self) -> None:
+        """Wait for all parts."""
+        for thread in self._threads:
+            thread.join()
+
+    def __str__(self) -> str:
+        """Parts and seconds after `begin`, in the order in which they were done."""
+        return ", ".join(f"{part} {second:.2f} s" for second, part in sorted((s, p) for p, s in self._done.items()))
+
+
+def _init_nvml() -> None:
+    """Initialise NVML, which torch asks for the number of GPUs, and for links as it makes a heap."""
+    with suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2()
+
+
+def _make_context(gpu: int) -> None:
+    """Initialise the driver, and make the context of a GPU that torch will use."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -130,19 +188,40 @@ def _use_gpu(number: int) -> None:
         (ones @ ones).cpu()
 
 
-def _wait_for_work(feed: Connection, modules: Sequence[str], gpu: int | None, first_gemm: bool) -> None:
-    """Body of a process: load modules, wait for what to call, and call it."""
-    # Calls of the driver let the imports go on.
-    beside = threading.Thread(target=_make_context, args=(gpu,), daemon=True) if gpu is not None else None
-    if beside is not None:
-        beside.start()
+def _load(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    if beside is not None:
-        beside.join()
-        if first_gemm:
-            with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
-                _use_gpu(gpu)
+
+
+def _wait_for_work(
+    feed: Connection,
+    preparation: Preparation,
+    modules: Sequence[str],
+    later: Sequence[str],
+    gpu: int | None,
+    first_gemm: bool,
+) -> None:
+    """Body of a process: load modules, wait for what to call, and call it."""
+    preparation.note("python")
+    collects = gc.isenabled()
+    gc.disable()  # collections are a seventh of the imports
+    drivers = []
+    if gpu is not None:
+        # Calls of the drivers, and hashing, let the imports go on.
+        drivers = [preparation.beside("NVML", _init_nvml), preparation.beside("context", _make_context, gpu)]
+        from weft.triton_api import hash_triton
+
+        preparation.beside("hash of Triton", hash_triton)
+    _load(modules)
+    preparation.note("modules")
+    if later:
+        preparation.beside("later modules", _load, later)
+    for thread in drivers:
+        thread.join()
+    if gpu is not None and first_gemm:
+        with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
+            _use_gpu(gpu)
+        preparation.note("first GEMM")
     parent = multiprocessing.parent_process()
     try:
         while not feed.poll(WATCH_SECONDS):
@@ -154,4 +233,8 @@ def _wait_for_work(feed: Connection, modules: Sequence[str], gpu: int | None, fi
     except (EOFError, OSError):  # it is not needed
         return
     feed.close()
-    target(first, *arguments, *rest)
+    preparation.note("work")
+    gc.freeze()  # what the imports have made: a collection of it takes 0.15 s, and would hold up all ranks
+    if collects:
+        gc.enable()
+    target(preparation, first, *arguments, *rest)

@@ -32,7 +32,7 @@ from weft.arguments import (
 )
 from weft.errors import NoEnd, NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import logs
-from weft.runtime.early import EarlyProcesses, early_processes
+from weft.runtime.early import EarlyProcesses, Preparation, early_processes
 from weft.runtime.environment import (
     allow_shared_gpus,
     coordinates,
@@ -52,8 +52,11 @@ DEFAULT_VIRTUAL_RANKS = 4
 END_SECONDS = 5.0
 # Seconds in which a further rank may tell the cause of an error. A process that died is a cause.
 CAUSE_SECONDS, DEATH_SECONDS = 3.0, 0.2
-# Modules that processes of ranks load before they have work.
-RANKS_LOAD = "weft.runtime.launch", "weft.runtime.team.team", "torch.distributed._symmetric_memory"
+# Modules that processes of ranks load before they have work, and beside the making of their team.
+RANKS_LOAD = (
+    "weft.runtime.launch", "weft.runtime.team.team", "torch.distributed._symmetric_memory", "weft.runtime.platforms.cuda"
+)  # fmt: skip
+RANKS_LOAD_LATER = ("weft.ops",)
 
 
 def launch(
@@ -100,7 +103,7 @@ def launch(
     if where is not None and device != "sim":
         _check_under_torchrun(world_size, where.world_size, share_gpus)
         return _in_place(main, args, heap_bytes, debug, check_node_size(node_size, where.world_size))
-    with early_processes(early_ranks(world_size, device, share_gpus), RANKS_LOAD) as early:
+    with early_processes(early_ranks(world_size, device, share_gpus), RANKS_LOAD, later=RANKS_LOAD_LATER) as early:
         from weft.runtime.triton_interpret import refuse_triton_interpret
 
         refuse_triton_interpret()
@@ -294,20 +297,23 @@ def _run(
     """
     watched = watched or _Watched()
     processes, seconds = watched.started, END_SECONDS
-    logger.debug("start: the parent has its modules, and starts %d ranks", world_size)
+    logger.debug("start: the parent knows the GPUs, and starts %d ranks", world_size)
     pipes = []
     # Otherwise Python would end them by SIGTERM, and wait.
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
-        gpus = 0 if job.given.sanitized else job.gpus  # contexts made beside imports are untried under GSan
-        with closing(watched.early or EarlyProcesses(world_size, RANKS_LOAD, gpus=gpus)) as waiting:
+        # Contexts made beside imports are untried under GSan, and so are kernels that are loaded before it.
+        gpus, later = (0, ()) if job.given.sanitized else (job.gpus, RANKS_LOAD_LATER)
+        with closing(watched.early or EarlyProcesses(world_size, RANKS_LOAD, later=later, gpus=gpus)) as waiting:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)
                 given = watched.pipes[rank] if watched.pipes else ()
                 processes.append(waiting.take(_worker, (rank, join, job, work), [theirs, *given]))
                 theirs.close()
                 pipes.append(ours)
-        return _collect(pipes)
+        results = _collect(pipes)
+        logger.debug("end: the parent has all results")
+        return results
     except BaseException as error:
         watched.failed(error)
         if isinstance(error, _Died):
@@ -315,6 +321,7 @@ def _run(
         raise
     finally:
         _end_all(processes, seconds)
+        logger.debug("end: the processes of all ranks have ended")
         at_exit.cancel()
 
 
@@ -379,7 +386,13 @@ class _Job:
 
 
 def _worker(
-    pipe: Connection, rank: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, *given: Connection
+    preparation: Preparation,
+    pipe: Connection,
+    rank: int,
+    join: Callable[[_Job, int], Any],
+    job: _Job,
+    work: bytes,
+    *given: Connection,
 ) -> None:
     """Work of a rank's process. ``join`` makes its team; ``main`` gets ``given``, if any, after it."""
     import torch
@@ -397,12 +410,17 @@ def _worker(
         leave_end_to_parent()
         # As under torchrun: one thread for each CPU in every rank would oversubscribe the CPUs.
         torch.set_num_threads(1)
-        logger.debug("start: rank %d has its modules", rank)
+        # Seconds after the start of its process.
+        logger.debug("start: rank %d has its work: %s", rank, preparation)
         team = join(job, rank)
         logger.debug("start: rank %d has its team", rank)
         main, args = pickle.loads(work)
+        preparation.join()  # main may fork this process, or profile it
+        logger.debug("start: rank %d begins main: %s", rank, preparation)
         value = checked_result(main, main(team, *((given,) if given else ()), *args))
+        logger.debug("end: rank %d has done main", rank)
         team.close()
+        logger.debug("end: rank %d has closed its team", rank)
     except BaseException as caught:
         error = caught
         if team is not None:

@@ -13,7 +13,7 @@ import typer
 from weft.arguments import quoted
 from weft.cli.engine_flags import MODEL, EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
-from weft.runtime.early import early_processes
+from weft.runtime.early import collections_held, early_processes
 from weft.runtime.environment import coordinates
 from weft.runtime.launch import RANKS_LOAD, early_ranks
 from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
@@ -118,7 +118,8 @@ def serve(flags: ServeFlags) -> None:
 
 def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
     """Start the engine and serve it; `early`: processes for its ranks."""
-    from weft.engine import AsyncLLM, EngineConfig
+    with collections_held():
+        from weft.engine import AsyncLLM, EngineConfig
     from weft.serve.address import bound, url
 
     options = ServeOptions(

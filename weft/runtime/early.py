@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
 
 from weft.runtime.environment import visible_gpus
 from weft.runtime.signals import held_for_children
@@ -125,6 +126,22 @@ def early_processes(
         processes.close()
 
 
+@contextmanager
+def collections_held() -> Iterator[None]:
+    """Scope of imports, in which no garbage is collected, a seventh of their time. It freezes them.
+
+    Otherwise each full collection would take 0.15 s to walk through them, and hold up all ranks or streams.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+
+
 class Preparation:
     """Parts of a rank's start that its process does before its work, some in threads, and when.
 
@@ -203,8 +220,18 @@ def _wait_for_work(
 ) -> None:
     """Body of a process: load modules, wait for what to call, and call it."""
     preparation.note("python")
-    collects = gc.isenabled()
-    gc.disable()  # collections are a seventh of the imports
+    with collections_held():
+        _prepare(preparation, modules, later, gpu, first_gemm)
+        work = _work_of(feed)
+    if work is not None:
+        preparation.note("work")
+        target, *given = work
+        target(preparation, *given)
+
+
+def _prepare(
+    preparation: Preparation, modules: Sequence[str], later: Sequence[str], gpu: int | None, first_gemm: bool
+) -> None:
     drivers = []
     if gpu is not None:
         # Calls of the drivers, and hashing, let the imports go on.
@@ -222,19 +249,19 @@ def _wait_for_work(
         with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
             _use_gpu(gpu)
         preparation.note("first GEMM")
+
+
+def _work_of(feed: Connection) -> tuple[Any, ...] | None:
+    """Function to call and its arguments; None where the process is not needed."""
     parent = multiprocessing.parent_process()
     try:
         while not feed.poll(WATCH_SECONDS):
             if parent is not None and os.getppid() != parent.pid:  # a fork of it has the pipe's other end too
-                return
+                return None
         # From the parent alone, over a pipe without a name that no other program has.
         target, arguments, count = pickle.loads(feed.recv_bytes())
         first, *rest = (Connection(recv_handle(feed)) for _ in range(count))
-    except (EOFError, OSError):  # it is not needed
-        return
+    except (EOFError, OSError):
+        return None
     feed.close()
-    preparation.note("work")
-    gc.freeze()  # what the imports have made: a collection of it takes 0.15 s, and would hold up all ranks
-    if collects:
-        gc.enable()
-    target(preparation, first, *arguments, *rest)
+    return target, first, *arguments, *rest

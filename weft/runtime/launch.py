@@ -303,7 +303,8 @@ def _run(
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
         # Contexts made beside imports are untried under GSan, and so are kernels that are loaded before it.
-        gpus, later = (0, ()) if job.given.sanitized else (job.gpus, RANKS_LOAD_LATER)
+        gpus = 0 if job.given.sanitized else job.gpus
+        later = RANKS_LOAD_LATER if gpus else ()
         with closing(watched.early or EarlyProcesses(world_size, RANKS_LOAD, later=later, gpus=gpus)) as waiting:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)

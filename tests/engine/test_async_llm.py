@@ -7,9 +7,10 @@ import time
 import pytest
 
 import weft
+from tests.limits import ANSWER as ANSWER_SECONDS
 from weft import SamplingParams
-from weft.engine import Load, StructuredOutputsParams
-from weft.errors import RequestCancelled, WeftError
+from weft.engine import Load, StructuredOutputsParams, async_llm
+from weft.errors import CheckpointError, RequestCancelled, WeftError
 
 ANSWER = SamplingParams(max_tokens=8)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -20,6 +21,27 @@ def llm():
     llm = weft.AsyncLLM(None, 2, device="sim", mode="reference", max_batch=4, page_size=16)
     yield llm
     llm.close()
+
+
+def test_ranks_start_while_the_tokenizer_is_read_and_end_where_it_is_damaged(monkeypatch):
+    started, closed = threading.Event(), threading.Event()
+
+    class Ranks:
+        def __init__(self, *_):
+            started.set()
+
+        def close(self):
+            closed.set()
+
+    def read(directory):
+        assert started.wait(timeout=ANSWER_SECONDS)
+        raise CheckpointError(f"{directory.name}: damaged")
+
+    monkeypatch.setattr(async_llm, "VirtualRanks", Ranks)
+    monkeypatch.setattr(async_llm, "load_tokenizer", read)
+    with pytest.raises(CheckpointError, match="damaged"):
+        weft.AsyncLLM(None, 2, device="sim")
+    assert closed.is_set()
 
 
 def test_requests_come_and_go_and_no_page_is_lost(llm):

@@ -115,6 +115,7 @@ class Engine:
         self.model: Decoder = Decoder(
             sizes, pipeline.stage, layers=pipeline.layers, context_parallel=context_parallel, **options
         )
+        logger.debug("start: rank %d has its model", team.rank)
         warnings += self._load(checkpoint, progress)
         if warn and team.rank == 0:
             logger.info("KV cache %s", self.cache_plan)
@@ -124,6 +125,7 @@ class Engine:
         draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
         searching = partial(_search, config=config) if config.tune_seconds else None
         self.batch = Batch(Runner(self.model, config, pipeline, draft, searching), config)
+        logger.debug("start: rank %d has its cache", team.rank)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)

@@ -6,6 +6,7 @@
 
 cold     Triton's cache is an empty folder of this run; warm: the folder of the run before. A server has random weights of a
          published model's sizes. Lines tell when it listens, when it has answered, and when its last graph is captured
+launch   of a small kernel: seconds until its results are there, and until the program has ended
 kill     rank 1 of the last server gets SIGKILL while a stream runs: seconds until the stream ends by an error
 imports  of the modules of a server and of a rank, each in a new process, twice: the files are in memory the second time
 
@@ -35,6 +36,8 @@ from typing import Any
 from weft.runtime.files import put
 
 READY_SECONDS = 140.0
+# Each process would compile weft's modules anew, 0.3 s, which pip compiles as it installs weft.
+WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 # Modules that --imports measures: each has the modules before it.
 IMPORTS = "torch", "triton", "weft.runtime.launch", "weft.engine.engine", "weft.engine", "weft.serve.app"
 # Lines of a log that tell the steps of a start and of an end.
@@ -88,7 +91,7 @@ from weft.runtime import logs
 
 if __name__ == "__main__":
     logs.show(2)
-    print(weft.launch(add_one, {chosen.world_size}, {chosen.device!r}, heap_bytes=64 << 20))
+    print("end: results", weft.launch(add_one, {chosen.world_size}, {chosen.device!r}, heap_bytes=64 << 20), flush=True)
 """
     with tempfile.NamedTemporaryFile("w", suffix=".py", dir=".") as file:
         file.write(code)
@@ -97,10 +100,10 @@ if __name__ == "__main__":
         status = log.process.wait()
         seconds = round(time.monotonic() - log.begin, 2)
         log.join()
-    if status:
+    if status or (results := log.second("end: results")) is None:
         raise SystemExit(log.text())
     log.print_steps()
-    return {"seconds": seconds}
+    return {"results": results, "seconds": seconds}
 
 
 def _import_seconds() -> dict[str, float]:
@@ -143,9 +146,10 @@ class Log:
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
         self.begin, self._lines = time.monotonic(), list[tuple[float, str]]()
+        environment = {name: value for name, value in os.environ.items() if name != WITHOUT_BYTECODE} | variables
         self.process = subprocess.Popen(
-            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -162,6 +166,10 @@ class Log:
         for second, line in self._lines:
             if any(text in line for text in STEPS):
                 print(f"  {second:6.2f} s  {line.rstrip()}", flush=True)
+
+    def second(self, text: str) -> float | None:
+        """Second at which the first line with this text came; None: none has come."""
+        return next((round(second, 2) for second, line in self._lines if text in line), None)
 
     def join(self) -> None:
         """Wait until all is read."""

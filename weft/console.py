@@ -106,12 +106,14 @@ def check_simulable(model: str, config: DecoderConfig, small: str) -> None:
 
 def check_torchrun(device: str) -> None:
     """WeftError if each process of torchrun would make all virtual ranks, or this one has no GPU."""
-    import torch
-
     from weft.runtime.environment import coordinates
 
-    gpus, where = torch.cuda.device_count(), coordinates()
-    if where is None or (device != "sim" and where.local_rank < gpus):
+    if (where := coordinates()) is None:
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if device != "sim" and where.local_rank < gpus:
         return
     why = "--device sim runs all of them in one process" if device == "sim" else f"this machine has {gpus} GPUs"
     raise WeftError(

@@ -261,6 +261,45 @@ def test_a_server_starts_none_for_more_ranks_than_gpus(monkeypatch):
     assert counts == [2, 2, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "device", "ranks"), [(None, "auto", 4), (2, "cuda", 2), (0, "cuda", 0), (5, "cuda", 0)]
+)
+def test_a_launch_takes_processes_that_its_caller_has_started(monkeypatch, world_size, device, ranks):
+    made = object()
+    monkeypatch.setattr(launch, "_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "_spawn", lambda main, size, *rest: (size, rest[-1].early))
+    if ranks:
+        assert launch.launch_early(says, world_size, device, made) == (ranks, made)
+        return
+    with pytest.raises((ValueError, NotEnoughGPUs), match=f"world_size={world_size}"):
+        launch.launch_early(says, world_size, device, made)
+
+
+def test_a_launch_of_virtual_ranks_leaves_processes_waiting():
+    assert launch.launch_early(rank_and_offset, 2, "sim", object(), args=(10,)) == [10, 11]
+
+
+def rank_and_offset(team, offset):
+    return team.rank + offset
+
+
+GENERATE = """
+import sys
+from weft.cli import generate
+
+def started(count, modules):
+    sys.exit(10 * count + ("torch" in sys.modules))
+
+generate.early_processes = started
+generate.generate(generate.GenerateFlags(world_size=2))
+"""
+
+
+def test_weft_generate_starts_its_ranks_before_it_loads_torch(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert subprocess.run([sys.executable, "-c", GENERATE], check=False, timeout=PROCESS).returncode == 20
+
+
 def test_a_program_that_leaves_them_waiting_ends():
     code = "from weft.runtime.early import EarlyProcesses; kept = EarlyProcesses(1, ['time'])"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PROCESS).returncode == 0

@@ -30,11 +30,13 @@ from weft.engine.config import DEFAULTS, TUNE_SECONDS, every_tenth
 from weft.models.families import published
 from weft.models.hub import find_checkpoint
 from weft.parallel.modes import MODES, OLD_MODES
+from weft.runtime.launch import RANKS_LOAD
 
 if TYPE_CHECKING:
     from weft.engine import EngineConfig
 
-
+# Modules that processes of ranks load before they have work.
+ENGINES_LOAD = *RANKS_LOAD, "weft.engine.loop", "weft.engine.engine"
 MODEL = (
     "Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
     "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"

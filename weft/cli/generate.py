@@ -17,10 +17,12 @@ from rich.live import Live
 from rich.text import Text
 
 from weft.arguments import positive, quoted
-from weft.cli.engine_flags import EngineFlags, starting
+from weft.cli.engine_flags import ENGINES_LOAD, EngineFlags, starting
 from weft.console import check_torchrun, from_flags, notices, one_line_errors, single_valued, write_any_text
 from weft.errors import WeftError
+from weft.runtime.early import early_processes
 from weft.runtime.environment import coordinates
+from weft.runtime.launch import early_ranks, is_simulated, launch_early
 
 if TYPE_CHECKING:
     from weft.engine import Completion, Engine, EngineConfig, Fault, Piece
@@ -160,16 +162,17 @@ def generate(flags: GenerateFlags) -> None:
     """Continue prompts with a model that is spread over several ranks."""
     with one_line_errors(flags.traceback):
         flags.check_names()
-        from weft.runtime.launch import is_simulated, launch
-
         check_torchrun(flags.device)
-        options = GenerateOptions.of(flags)
-        if flags.model is not None and is_simulated(flags.world_size, flags.device):
-            _check_simulable(flags, options)
-        world_size, plan = flags.world_size, options.engine.plan
-        if plan is not None:
-            world_size = plan.check_world_size(world_size)
-        launch(generate_on_rank, world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
+        count = 0 if coordinates() is not None else early_ranks(flags.world_size, flags.device)
+        with early_processes(count, ENGINES_LOAD) as early:
+            options = GenerateOptions.of(flags)
+            if flags.model is not None and is_simulated(flags.world_size, flags.device):
+                _check_simulable(flags, options)
+            world_size, plan = flags.world_size, options.engine.plan
+            if plan is not None:
+                world_size = plan.check_world_size(world_size)
+            given = {"args": (options,), "heap_bytes": flags.heap_bytes}
+            launch_early(generate_on_rank, world_size, flags.device, early, **given)
 
 
 command = single_valued(from_flags(GenerateFlags, generate))

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.arguments import quoted
-from weft.cli.engine_flags import MODEL, EngineFlags, starting
+from weft.cli.engine_flags import ENGINES_LOAD, MODEL, EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import collections_held, early_processes
 from weft.runtime.environment import coordinates
-from weft.runtime.launch import RANKS_LOAD, early_ranks
+from weft.runtime.launch import early_ranks
 from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
     from weft.runtime.early import EarlyProcesses
-
-# Modules that processes of ranks load before they have work.
-ENGINES_LOAD = *RANKS_LOAD, "weft.engine.loop", "weft.engine.engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

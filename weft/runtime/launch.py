@@ -119,6 +119,24 @@ def launch(
     return simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
 
 
+def launch_early(
+    main: Callable[..., Any],
+    world_size: int | None,
+    device: str,
+    early: EarlyProcesses | None,
+    *,
+    args: Sequence[Any] = (),
+    heap_bytes: int | None = None,
+) -> list[Any]:
+    """Run ``main(team, *args)`` as ``launch`` does; ranks on GPUs take the processes of ``early``, if any."""
+    if early is None or is_simulated(world_size, device):
+        return launch(main, world_size, device, args=args, heap_bytes=heap_bytes)
+    gpus = _gpus()
+    world_size = gpus if world_size is None else positive("world_size", world_size)
+    _check_gpus(world_size, gpus, False)
+    return _spawn(main, world_size, args, heap_bytes, False, None, _Watched(early=early))
+
+
 def early_ranks(world_size: int | None, device: str, share_gpus: bool = False) -> int:
     """Number of ranks that will have processes, counted without torch; 0 if there may be none."""
     gpus = 0 if device == "sim" else visible_gpus()

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import triton
-from triton import knobs
+from triton import knobs, testing
 from triton._C.libtriton import ir
 from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
@@ -35,6 +35,7 @@ from triton.language import core, standard, target_info
 from triton.language.core import TRITON_BUILTIN, base_value, builtin, tensor_descriptor_base
 from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
 from triton.runtime import cache
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, TensorWrapper, create_function_from_signature, find_paths_if
 
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, TensorHandle
 
 __all__ = [
-    "TRITON_BUILTIN", "ASTSource", "CodeGenerator", "CompilationError", "CompiledKernel", "GPUTarget",
+    "TRITON_BUILTIN", "ASTSource", "Autotuner", "CodeGenerator", "CompilationError", "CompiledKernel", "GPUTarget",
     "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder", "InterpreterOptions", "JITFunction",
     "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin", "canonicalize_dtype", "combine_max",
     "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "gsan", "hash_triton",
-    "ir", "knobs", "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "wrap_axis",
+    "ir", "knobs", "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "testing",
+    "wrap_axis",
 ]  # fmt: skip
 
 wrap_axis = core._wrap_axis

@@ -301,3 +301,95 @@ def test_words_that_are_their_own_signal(report):
     found = report(text)
     assert found.ok, str(found)
     assert "race" in kinds(report(text, function="reused"))
+
+
+def test_a_backward_pass_and_triton_s_driver_are_of_the_gpu(report):
+    text = """
+        from triton.language.math import rsqrt as inverse_root
+        from triton.testing import do_bench
+
+        @triton.autotune([triton.Config({"N": 4}), triton.Config({"N": 8})], key=["size"])
+        @triton.jit
+        def scale(x, out, size, N: tl.constexpr):
+            at = tl.program_id(0) * N + tl.arange(0, N)
+            tl.store(out + at, inverse_root(tl.load(x + at, mask=at < size, other=1.0)), mask=at < size)
+
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                out = torch.empty_like(x)
+                scale[lambda meta: (triton.cdiv(6, meta["N"]),)](x, out, 6)
+                return out
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, = ctx.saved_tensors
+                assert grad.is_cuda and x.device.type == "cuda"
+                out = torch.zeros(6, device="cuda")
+                scale[(2,)](x, out, 6)
+                return grad * torch.full((1,), -0.5, device="cuda") * out**3
+
+        def main(rank, size):
+            x = torch.tensor([1.0, 4.0, 16.0, 0.25, 64.0, 1.0], device="cuda", requires_grad=True)
+            root = x.detach().clone().requires_grad_()
+            for backward in (torch.Tensor.backward, lambda y: torch.autograd.grad(y, x)):
+                y = Scale.apply(x)
+                assert y.tolist() == root.rsqrt().tolist()
+                backward(y.sum())
+            root.rsqrt().sum().backward()
+            torch.testing.assert_close(x.grad, root.grad)
+
+            driver = triton.runtime.driver.active
+            assert driver.get_current_target().arch == 90 and driver.get_active_torch_device() == x.device
+            facts = driver.utils.get_device_properties(x.device.index)
+            assert facts["multiprocessor_count"] == torch.cuda.get_device_properties(0).multi_processor_count
+            calls = []
+            assert len(do_bench(lambda: calls.append(1), quantiles=[0.5, 0.2])) == 2 and calls == [1]
+    """
+    found = report(text)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize(("release", "expected"), [("release", []), ("relaxed", ["relaxed-order"])])
+def test_a_stream_waits_for_and_writes_values(report, release, expected):
+    text = f"""
+        from cuda.bindings import driver
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        @triton.jit
+        def fill(x, flag, value, N: tl.constexpr):
+            tl.store(x + tl.arange(0, N), value)
+            tl.debug_barrier()
+            tl.atomic_xchg(flag, 1, sem="{release}", scope="sys")
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            inbox = _SymmetricMemory.empty_strided_p2p(
+                size=(8,), stride=(1,), dtype=torch.float32, device=torch.device("cuda"), group_name="0"
+            )
+            handle = _SymmetricMemory.rendezvous(inbox)
+            x, flags = torch.empty(8, device="cuda"), torch.zeros(2, dtype=torch.int32, device="cuda")
+            side, at = torch.cuda.Stream(), flags.data_ptr()
+            side.wait_stream(torch.cuda.current_stream())
+            with side:
+                equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+                done, = driver.cuStreamWaitValue32(side.cuda_stream, at, 1, equal)
+                assert done == driver.CUresult.CUDA_SUCCESS
+                handle.get_remote_tensor((rank + 1) % size, (8,), torch.float32).copy_(x)
+                driver.cuStreamWriteValue32(torch.cuda.current_stream().cuda_stream, at + 4, 5, 0)
+            fill[(1,)](x, flags, rank, 8)
+            torch.cuda.current_stream().wait_stream(side)
+            handle.barrier()
+            assert flags.tolist() == [1, 5] and inbox.tolist() == [(rank - 1) % size] * 8
+    """
+    found = report(text)
+    assert kinds(found) == expected, str(found)
+    assert ("cuLaunchKernel of cuda.bindings.driver is not simulated") in str(
+        report("""
+            from cuda.bindings import driver
+
+            def main(rank, size):
+                driver.cuLaunchKernel()
+        """, 1, 1)
+    )  # fmt: skip

@@ -966,6 +966,55 @@ def test_heuristics(port):
     assert out.tolist() == [5] * 5 + [0] * 3
 
 
+def all_but_four(configs, named, **_):
+    return [config for config in configs if config.kwargs["BLOCK"] != 4]
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK": size}) for size in (4, 8, 2)], ["n"], prune_configs_by={"early_config_prune": all_but_four}
+)
+@triton.heuristics({"TWICE": lambda args: args["n"] > 2})
+@triton.jit
+def tuned(out_ptr, n, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + at, BLOCK * (1 + TWICE), mask=at < n)
+
+
+def test_an_autotuned_kernel_runs_once_with_the_first_configuration_that_is_left(port):
+    out = torch.zeros(16, dtype=torch.int32)
+    tuned[lambda meta: (triton.cdiv(12, meta["BLOCK"]),)](out, 12)
+    assert out.tolist() == [16] * 12 + [0] * 4 and tuned.best_config.kwargs == {"BLOCK": 8}
+
+
+def test_a_launch_and_a_warm_up_give_a_compiled_kernel(port):
+    out = torch.zeros(8, dtype=torch.int32)
+    made = heuristic.fn.warmup(out, 3, BLOCK=8, num_warps=8, grid=(1,))
+    made._init_handles()
+    assert out.tolist() == [0] * 8 and made.n_regs > 0 and made.n_spills == 0 and made.metadata.num_warps == 8
+    assert 228 * 1024 // made.metadata.shared > 0
+    launched = made[(1, 1, 1)](out, 3, 8)
+    assert out.tolist() == [3] * 3 + [0] * 5 and launched.n_regs == made.n_regs
+    with pytest.raises(NotInterpretable, match="assembly of kernel heuristic .asm. is not there"):
+        launched.asm  # noqa: B018
+
+
+def test_builtins_imported_in_one_scope_run_in_a_later_one_and_compile_after_it():
+    with SequentialPort().interpreter:
+        from triton.language import where
+        from triton.language.math import rsqrt
+
+    @triton.jit
+    def inverse(x_ptr, out_ptr):
+        at = tl.arange(0, 4)
+        tl.store(out_ptr + at, where(at < 3, rsqrt(tl.load(x_ptr + at)), 7.0))
+
+    x, out = torch.tensor([1.0, 4.0, 16.0, 64.0]), torch.zeros(4)
+    with SequentialPort().interpreter:
+        inverse[(1,)](x, out)
+    assert out.tolist() == [1.0, 0.5, 0.25, 7.0]
+    assert "rsqrt.approx" in compiled(inverse, x, out, arch="sm_90").asm["ptx"]
+
+
 @triton.jit
 def recursive(n, LEVEL: tl.constexpr):
     if LEVEL > 0:

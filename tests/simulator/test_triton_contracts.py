@@ -64,6 +64,23 @@ def launch_is_one_method(monkeypatch: pytest.MonkeyPatch) -> bool:
     return (launched, warmed) == tuple({"grid": (3,), "warmup": warmup, "block": 2} for warmup in (False, True))
 
 
+def autotuners_prune_and_run(_: pytest.MonkeyPatch) -> bool:
+    launched, hooked = [], []
+    configs = [triton.Config({"block": size}, num_warps=2, pre_hook=hooked.append) for size in (1, 2, 4)]
+    pruned = {"early_config_prune": lambda configs, named, **_: configs[1:]}
+    tuned = triton.autotune(configs, key=[], prune_configs_by=pruned)(kernel)
+    assert isinstance(tuned, triton_api.Autotuner) and tuned.arg_names == ["x", "count", "block", "option"]
+    tuned.nargs = {}
+    assert tuned.prune_configs({}) == configs[1:] and configs[1].pre_hook == hooked.append
+    tuned.fn = SimpleNamespace(run=lambda *args, **options: launched.append((args, options)))
+    single = triton.autotune(configs[:1], key=[])(kernel)
+    single.fn = tuned.fn
+    single.run(None, 7, grid=(3,), warmup=False)
+    assert single.best_config is configs[0] and len(hooked) == 1 and hooked[0]["block"] == 1 and hooked[0]["count"] == 7
+    ((args, options),) = launched
+    return args == (None, 7) and options.items() >= {"grid": (3,), "warmup": False, "block": 1, "num_warps": 2}.items()
+
+
 def parameters_are_described(_: pytest.MonkeyPatch) -> bool:
     facts = [(p.name, p.is_constexpr, p.is_const, p.annotation_type) for p in kernel.params]
     assert facts[0][:3] == ("x", False, True) and facts[1] == ("count", False, False, "i64")
@@ -363,6 +380,12 @@ CONTRACTS = (
              "patching.py semantic.py", descriptors_are_values_with_builtins),
     contract("a method of tl.tensor is a builtin or a JITFunction, which neither binds itself nor can be called", "patching.py",
              jit_functions_do_not_bind),
+    contract("an Autotuner runs prune_configs(kwargs), then a config's pre_hook with named arguments, then fn.run",
+             "compiled.py patching.py", autotuners_prune_and_run),
+    contract("testing has do_bench and do_bench_cudagraph, which take quantiles and a return_mode",
+             "weft/check/torch_programs/scope.py", lambda _: all(
+                 {"quantiles", "return_mode"} <= inspect.signature(bench).parameters.keys()
+                 for bench in (triton_api.testing.do_bench, triton_api.testing.do_bench_cudagraph))),
     contract("the attributes that the interpreter patches exist, but for seven", "patching.py", patched_attributes_exist),
     # the two layers below tl
     contract("TritonSemantic(builder) is the upper layer; the interpreter overrides methods of it, with their parameters",

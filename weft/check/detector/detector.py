@@ -415,7 +415,8 @@ class Detector(HappensBefore):
         access = self.races.access(thread, SCALAR, "wait", "sys")
         self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
         self.signals.acquire(thread, signal, "sys", "waited for")
-        thread.barrier()
+        if isinstance(thread, ProgramClock):
+            thread.barrier()
         self.signals.waited(signal, access, wanted, comparison)
         self.residency.waited(thread, signal, None if comparison == "!=" else wanted, access.code)
         thread.waits = (address, access.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +64,12 @@ class OnGpu(TorchFunctionMode):
     def _address(self, x: torch.Tensor) -> int:
         """Address of a tensor, by which a kernel may reach it from now on."""
         address, here = x.data_ptr(), self._ranks.here
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not caller.startswith(("weft.", "triton.", "torch.")) and ("address", address) not in here.kept:
+        caller = sys._getframe(2)
+        module = caller.f_globals.get("__name__", "")
+        if not module.startswith(("weft.", "triton.", "torch.")) and ("address", address) not in here.kept:
             here.kept["address", address] = x
-            self._ranks.machine.memory.add_tensor(x, here.rank, f"tensor #{here.number('data_ptr')} of data_ptr()")
+            line = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+            self._ranks.machine.memory.add_tensor(x, here.rank, f"tensor of data_ptr() in {line}")
         return address
 
     def _to_host(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

@@ -21,6 +21,7 @@ class Rank:
     """State of a rank.
 
     stream   current side stream; None: the main stream
+    scopes   the current streams outside the scopes of ``with stream:``, innermost last
     streams  number of side streams made so far
     world    its group of all ranks; None before ``init_process_group``
     numbers  counts of calls, by what is called, for names that agree on all ranks
@@ -29,6 +30,7 @@ class Rank:
     rank: int
     process: Process
     stream: Any = None
+    scopes: list[Any] = field(default_factory=list)
     streams: list[Any] = field(default_factory=list)
     world: Any = None
     numbers: dict[str, int] = field(default_factory=dict)
@@ -67,8 +69,8 @@ class Ranks:
         return self.ranks[self.machine.rank]
 
     def __enter__(self) -> Ranks:
-        self._shared = set(sys.modules)
         self._stack.enter_context(self._patches(self))
+        self._shared = set(sys.modules)
         return self
 
     def __exit__(self, *error: object) -> None:

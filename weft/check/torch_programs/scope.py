@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.autograd
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.multiprocessing
 import torch.utils._triton
 
-from weft.check.torch_programs import devices, streams
+from weft.check.torch_programs import devices, drivers, streams
 from weft.check.torch_programs.groups import Group, Groups
 from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.symmetric import SymmetricMemory
 from weft.simulator.interpreter.patching import Patches
+from weft.triton_api import driver, testing
 
 if TYPE_CHECKING:
     from weft.check.torch_programs.ranks import Ranks
@@ -41,16 +44,42 @@ def patches(ranks: Ranks) -> Iterator[None]:
             (torch.accelerator, _accelerator(ranks)),
             (dist, groups.functions() | {"ProcessGroup": Group, "group": groups, "GroupMember": groups}),
             (dist.distributed_c10d, groups.functions()),
+            (torch.autograd, {"_engine_run_backward": partial(_backward, ranks, torch.autograd._engine_run_backward)}),
             (symm_mem, _symmetric(memory)),
+            (torch._C._distributed_c10d, {"_SymmetricMemory": _symmetric(memory)["_SymmetricMemory"]}),
+            (driver, {"_active": drivers.triton_driver(ranks)}),
+            (testing, {"do_bench": drivers.benchmark, "do_bench_cudagraph": drivers.benchmark}),
             (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
             (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
             (_nvshmem_functions(), {"requires_nvshmem": _itself}),
         ):
             for name, value in members.items():
                 made.set(owner, name, value)
-        yield
+        with _modules(drivers.cuda_modules(ranks)):
+            yield
     finally:
         made.restore()
+
+
+@contextmanager
+def _modules(stand_ins: dict[str, ModuleType]) -> Iterator[None]:
+    """Scope in which modules have stand-ins."""
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def _backward(ranks: Ranks, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass with tensors on the rank's GPU: torch leaves its mode for ``Tensor.backward``."""
+    with devices.OnGpu(ranks, ranks.here.rank):
+        return run(*args, **kwargs)
 
 
 def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Kernels run on the main stream; side streams run copies, signals and barriers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -69,6 +70,15 @@ class Stream:
         self.synchronize()
         return True
 
+    def __enter__(self) -> Stream:
+        here = self.ranks.here
+        here.scopes.append(here.stream)
+        here.stream = self if self.name else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ranks.here.stream = self.ranks.here.scopes.pop()
+
     event_type: ClassVar[type[Event]]
 
 
@@ -127,25 +137,24 @@ def main_stream(ranks: Ranks) -> Stream:
 @contextmanager
 def on_stream(ranks: Ranks, stream: Stream | None) -> Iterator[None]:
     """Scope of ``torch.cuda.stream``."""
-    here = ranks.here
-    before = here.stream
-    if stream is not None:
-        here.stream = stream if stream.name else None
-    try:
+    with stream or contextlib.nullcontext():
         yield
-    finally:
-        here.stream = before
 
 
-def copy(ranks: Ranks, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
-    """Copy on the current stream. ``signal``: after all its earlier work, as ``cuStreamWriteValue32``."""
+def copy(
+    ranks: Ranks, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False, stream: Stream | None = None
+) -> None:
+    """Copy on a stream, else on the current one.
+
+    ``signal``: after all its earlier work, as ``cuStreamWriteValue32``.
+    """
     machine = ranks.machine
 
     def move() -> None:
         for target, source in _contiguous(dst, src):
             copy_in_pieces(machine, label, target, source, signal)
 
-    current_stream(ranks).issue(label, move, [dst, src])
+    (stream or current_stream(ranks)).issue(label, move, [dst, src])
 
 
 def _contiguous(dst: torch.Tensor, src: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

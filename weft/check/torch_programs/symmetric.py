@@ -53,16 +53,16 @@ class SymmetricMemory:
         return self.empty_strided(shape, None, dtype or torch.get_default_dtype())
 
     def empty_strided(
-        self, shape: Sequence[int], stride: object, dtype: torch.dtype, device: object = None, *_: object
+        self, size: Sequence[int], stride: object, dtype: torch.dtype, device: object = None, *_: object, **__: object
     ) -> torch.Tensor:
         here = self.ranks.here
         number = here.number("symmetric tensor")
-        count = math.prod(shape)
+        count = math.prod(size)
         data = self._allocate(count * dtype.itemsize, f"symmetric tensor #{number}", dtype.itemsize, 0xFF)
         pad = self._allocate(here.kept.get("pad", _PAD_BYTES), f"signal pad #{number}", 4, 0)
         self.machine.uninitialised.add(data.data_ptr())
         here.kept["allocation", data.untyped_storage().data_ptr()] = Allocation(number, data, pad)
-        return data.view(dtype).view(tuple(shape))
+        return data.view(dtype).view(tuple(size))
 
     def _allocate(self, nbytes: int, name: str, itemsize: int, fill: int) -> torch.Tensor:
         """Bytes that peers' kernels may reach, each filled with ``fill``."""

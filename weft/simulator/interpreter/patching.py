@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import triton.language as tl
 
 from weft.simulator.interpreter.callees import Callees, is_builtin
+from weft.simulator.interpreter.compiled import Compiled, options_among, run_first_configuration
 from weft.simulator.interpreter.port import GridSizes
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
 from weft.simulator.interpreter.values import Handle, Operand, make, plain, value_of
-from weft.triton_api import InterpretedFunction, JITFunction, base_value, core, target_info, tensor_descriptor_base
+from weft.triton_api import (
+    Autotuner,
+    InterpretedFunction,
+    JITFunction,
+    base_value,
+    core,
+    target_info,
+    tensor_descriptor_base,
+)
 
 _ABSENT = object()
 _EVERYTHING = slice(None)
@@ -48,15 +57,16 @@ class Patches:
 
 
 def is_active() -> bool:
-    return getattr(JITFunction.run, "__weft_interpreter__", False)
+    return hasattr(JITFunction.run, "__weft_resolve__")
 
 
 def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[object], Callable]) -> None:
     """Redirect launches to ``launch``. A jit function called from Python runs as in kernel code."""
 
-    def run(jit_fn: JITFunction, *args: object, grid: GridSizes, warmup: bool, **kwargs: object) -> None:
+    def run(jit_fn: JITFunction, *args: object, grid: GridSizes, warmup: bool, **kwargs: object) -> Compiled:
         if not warmup:
             launch(jit_fn, grid, args, kwargs)
+        return Compiled(jit_fn, options_among(jit_fn, kwargs))
 
     def get(jit_fn: JITFunction, instance: object, owner: object = None) -> Callable:
         return partial(resolve(jit_fn), instance) if isinstance(instance, base_value) else jit_fn
@@ -67,10 +77,11 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[o
             f"before the kernel is defined"
         )
 
-    run.__weft_interpreter__ = True  # type: ignore[attr-defined]
+    run.__weft_resolve__ = resolve  # type: ignore[attr-defined]
     patches.set(JITFunction, "run", run)
     patches.set(JITFunction, "__call__", lambda jit_fn, *args, **kwargs: resolve(jit_fn)(*args, **kwargs))
     patches.set(JITFunction, "__get__", get)
+    patches.set(Autotuner, "run", run_first_configuration)
     patches.set(InterpretedFunction, "run", refuse)
     patches.set(InterpretedFunction, "__call__", refuse)
 
@@ -82,7 +93,26 @@ def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> N
     for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
         callees.know(member, function)
     for module, name, member in _functions_of_tl(frozenset(in_core)):
-        patches.set(module, name, callees.resolve(member))
+        function = callees.resolve(member)
+        if not inspect.isclass(member):
+            callees.know(_redirected(member), function)
+            function = _redirected(member)
+        patches.set(module, name, function)
+
+
+@cache
+def _redirected(builtin: Callable) -> Callable:
+    """Function in place of a builtin.
+
+    A module that is imported meanwhile may keep it, so it is the builtin again after the scope.
+    """
+
+    @wraps(builtin)
+    def call(*args: object, **kwargs: object) -> object:
+        resolve = getattr(JITFunction.run, "__weft_resolve__", None)
+        return (builtin if resolve is None else resolve(builtin))(*args, **kwargs)
+
+    return call
 
 
 @cache

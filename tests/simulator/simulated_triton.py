@@ -211,7 +211,8 @@ Types, operators and methods of tensors run as well. Hints (`max_contiguous`, `m
 
 ## Inline PTX
 
-`tl.inline_asm_elementwise` with `pack=1` runs if it knows the instructions, and is refused with the instruction otherwise:
+`tl.inline_asm_elementwise` runs if it knows the instructions, and is refused with the instruction otherwise. With `pack`
+above 1 it takes arithmetic and registers.
 
 | | |
 |---|---|
@@ -219,8 +220,10 @@ Types, operators and methods of tensors run as well. Hints (`max_contiguous`, `m
 | atomics | `atom`, `red`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max` |
 | multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce` with `add` |
 | order | `fence`, `membar`, `fence.proxy.async`, `bar.sync`, `barrier`, `griddepcontrol`; other proxy fences do nothing |
-| arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
-| registers | `mov`, `cvt`, `cvta`, `setp`, `selp` |
+| arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
+| floats | `div`, `rcp`, `sqrt`, `rsqrt`, `ex2`, `lg2`, `sin`, `cos`, `tanh`, in fp64 and rounded once |
+| packed types | arithmetic of `f16x2`, `bf16x2`, `f32x2`, `s16x2`, `u16x2`; `cvt` also of `e4m3x2` and `e5m2x2` |
+| registers | `mov`, also of parts (`mov.b64 {{a, b}}, c`) and vectors (`mov.v4.b32`); `cvt`, `cvta`, `setp`, `selp` |
 | control | `bra` with labels and predicates, `ret`, `exit`; `nanosleep` and `prefetch` do nothing |
 | special registers | `%tid`, `%ntid`, `%laneid`, `%warpid`, `%ctaid`, `%nctaid`, `%smid`; clocks stand still at 0 |
 

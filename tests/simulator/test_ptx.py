@@ -69,6 +69,48 @@ def test_instructions_without_memory(assembly, expected):
 
 
 @triton.jit
+def computes_floats(x, y, out, ASM: tl.constexpr, PACK: tl.constexpr):
+    at = tl.arange(0, 8)
+    CONSTRAINTS: tl.constexpr = "=r,r,r" if PACK != 2 or x.dtype.element_ty != tl.float32 else "=r,=r,r,r,r,r"
+    args = [tl.load(x + at), tl.load(y + at)]
+    tl.store(out + at, tl.inline_asm_elementwise(ASM, CONSTRAINTS, args, out.dtype.element_ty, True, PACK))
+
+
+def halves(kind, name):
+    return f"{{.reg .b64 a, b, c; mov.b64 a, {{$2, $3}}; mov.b64 b, {{$4, $5}}; {name}.{kind} c, a, b; mov.b64 {{$0, $1}}, c;}}"
+
+
+@pytest.mark.parametrize(
+    ("assembly", "pack", "dtype", "to", "expected"),
+    [
+        ("ex2.approx.ftz.f32 $0, $1;", 1, "float32", "float32", lambda x, y: torch.exp2(x)),
+        ("rsqrt.approx.f32 $0, $2;", 1, "float32", "float32", lambda x, y: torch.rsqrt(y)),
+        ("tanh.approx.f32 $0, $1;", 1, "float32", "float32", lambda x, y: torch.tanh(x)),
+        ("div.rn.f32 $0, $1, $2;", 1, "float32", "float32", lambda x, y: x / y),
+        ("abs.f32 $0, $1;", 1, "float32", "float32", lambda x, y: x.abs()),
+        ("fma.rn.f32 $0, $1, $2, $1;", 1, "float32", "float32", lambda x, y: (x.double() * y + x).float()),
+        (halves("f32x2", "mul"), 2, "float32", "float32", lambda x, y: x * y),
+        ("add.bf16x2 $0, $1, $2;", 2, "bfloat16", "bfloat16", lambda x, y: x + y),
+        ("max.f16x2 $0, $1, $2;", 2, "float16", "float16", torch.maximum),
+        ("{.reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {b, a};}", 2, "float16", "float16",
+         lambda x, y: x.view(4, 2).flip(1).reshape(8)),
+        ("{.reg .v2 .b32 v; mov.v2.b32 v, 0; mov.b32 v.x, $1; add.bf16x2 v.y, v.x, v.y; mov.b32 $0, v.y;}", 2, "bfloat16",
+         "bfloat16", lambda x, y: x),
+        ("{.reg .b32 a, b; mov.b32 a, $1; mov.b32 b, $2; cvt.rn.bf16x2.f32 $0, b, a;}", 1, "float32", "int32",
+         lambda x, y: torch.stack([x, y], 1).bfloat16().view(torch.int32).view(8)),
+        ("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", 1, "float32", "int32",
+         lambda x, y: torch.stack([x, y], 1).to(torch.float8_e4m3fn).view(torch.int16).view(8).int() & 0xFFFF),
+    ],
+)  # fmt: skip
+def test_floats_and_packed_registers(assembly, pack, dtype, to, expected):
+    x = torch.tensor([0.3, -1.7, 2.0, 9.1, -0.25, 1e-3, 3.0, -4.5]).to(getattr(torch, dtype))
+    y = torch.tensor([1.5, 0.7, 3.0, 0.1, 2.25, 4.0, 1e2, 0.5]).to(getattr(torch, dtype))
+    out = torch.zeros(8, dtype=getattr(torch, to))
+    simulate(lambda _: computes_floats[(1,)](x, y, out, assembly, pack), 1)
+    torch.testing.assert_close(out, expected(x, y).to(out.dtype), atol=0, rtol=2e-7 if dtype == to == "float32" else 0)
+
+
+@triton.jit
 def thread():
     return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
 

@@ -12,7 +12,7 @@ from weft.errors import NotInterpretable
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import Flag, Integer, Operand, Text, make, numpy_dtype, plain
 from weft.simulator.ptx import parsing, running
-from weft.simulator.ptx.registers import raw
+from weft.simulator.ptx.registers import packed, parts_of, raw
 from weft.simulator.ptx.threads import elements_of
 
 # (pattern of the assembly, replacement); the first match counts.
@@ -34,14 +34,19 @@ ADVICE = (
     (r"\bld\.\S*volatile", "write tl.load(ptr, volatile=True)"),
     (r"\bld\.", "write tl.load"),
     (r"\bst\.", "write tl.store"),
-    (
-        r"(ex2|lg2|sin|cos|tanh|rsqrt|rcp|sqrt)\.approx",
-        "write tl.exp2, tl.log2, tl.rsqrt or a function of libdevice",
-    ),
     (r"%tid", "write tl.arange(0, BLOCK) in place of a thread's number"),
     (r"%(smid|warpid|ctaid|nctaid)", "write tl.program_id, or avoid the hardware position of a program"),
     (r"%(globaltimer|clock)", "avoid clocks: simulated time means nothing"),
 )
+
+
+# Instructions that reach memory or other threads.
+_OF_MEMORY = ("ld", "ldu", "st", "atom", "red", "multimem", "fence", "membar", "bar", "barrier", "griddepcontrol")
+
+
+def _registers_of(itemsize: int, pack: int) -> tuple[int, int]:
+    """(registers that hold ``pack`` elements, bits of an element)."""
+    return max(1, pack * itemsize // 4) if itemsize < 4 else pack, 8 * itemsize
 
 
 def instead_of(assembly: str) -> str:
@@ -70,10 +75,14 @@ class Assembly:
         kinds = [plain(kind) for kind in dtype] if isinstance(dtype, (tuple, list, tl.tuple)) else [dtype]
         try:
             code = parsing.parse(asm)
-            outputs = [part.strip() for part in constraints.split(",")][: len(kinds)]
-            if plain(pack) != 1 or not all(part.startswith("=") for part in outputs):
-                raise NotInterpretable("only one element at a time, and results before arguments, are known")
-            results = self._run(code, [self._semantic.to_tensor(plain(x)) for x in args], kinds)
+            operands = [self._semantic.to_tensor(plain(x)) for x in args]
+            outputs = [part.strip() for part in constraints.split(",") if part.strip().startswith("=")]
+            if plain(pack) != 1:
+                results = self._run_packed(code, operands, kinds, plain(pack), len(outputs))
+            elif len(outputs) == len(kinds):
+                results = self._run(code, operands, kinds)
+            else:
+                raise NotInterpretable("only results before arguments, one register for each, are known")
         except NotInterpretable as error:
             raise NotInterpretable(
                 f"inline assembly in {self._semantic.builder.names()} cannot run in the simulator: {error}; "
@@ -104,6 +113,39 @@ class Assembly:
                 if by_thread:
                     port.converge()
         return [self._result([part[i] for part in parts], kind, shape, active) for i, kind in enumerate(kinds)]
+
+    def _run_packed(
+        self, code: parsing.Code, args: list[tl.tensor], kinds: list[tl.dtype], pack: int, outputs: int
+    ) -> list[tl.tensor]:
+        """Results of executions that take ``pack`` elements each.
+
+        Elements of less than 32 bits share registers, the first one in the low bits.
+        """
+        if running.needs_threads(code) or any(one.name in _OF_MEMORY for one in code.instructions):
+            raise NotInterpretable("with pack above 1 only arithmetic of registers is known")
+        shape = _common_shape(args)
+        size = int(np.prod(shape or ()))
+        if shape is None or size % pack:
+            raise NotInterpretable(f"pack={pack} of {size} elements is not known")
+        count = size // pack
+        layouts = [_registers_of(numpy_dtype(kind).itemsize, pack) for kind in kinds]
+        if sum(registers for registers, _ in layouts) != outputs:
+            raise NotInterpretable(f"pack={pack} with {outputs} result registers is not known")
+        operands: list[np.ndarray | None] = [None] * outputs
+        for x in args:
+            registers, width = _registers_of(x.handle.data.dtype.itemsize, pack)
+            elements = np.broadcast_to(raw(x.handle.data), shape).reshape(count, registers, pack // registers)
+            operands += [packed(list(elements[:, i].T), width) for i in range(registers)]
+        port = self._semantic.builder.port
+        results = running.Run(code, operands, port.position(), port).run(np.ones(count, np.bool_))
+        made = []
+        for kind, (registers, width) in zip(kinds, layouts, strict=True):
+            own, results = results[:registers], results[registers:]
+            parts = [np.stack(parts_of(bits, pack // registers, width), -1) for bits in own]
+            dtype = numpy_dtype(kind)
+            bits = np.stack(parts, 1).astype(f"uint{8 * dtype.itemsize}")
+            made.append(make(bits.view(dtype).reshape(shape), kind, True))
+        return made
 
     @staticmethod
     def _result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -13,8 +14,10 @@ TYPES = {
     **{f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     "f16": np.dtype(np.float16), "bf16": numerics.BF16, "f32": np.dtype(np.float32), "f64": np.dtype(np.float64),
-    "pred": np.dtype(np.uint8),
+    "e4m3": numerics.DTYPES["fp8e4nv"], "e5m2": numerics.DTYPES["fp8e5"], "pred": np.dtype(np.uint8),
 }  # fmt: skip
+# Types of several values in one register, the first in the low bits: the type and number of the values.
+PACKED = {f"{kind}x2": (kind, 2) for kind in ("f16", "bf16", "f32", "s16", "u16", "e4m3", "e5m2")}
 
 Bits = np.ndarray
 
@@ -31,12 +34,28 @@ def raw(values: np.ndarray) -> Bits:
     return values.view(numerics.BITS[values.dtype.itemsize]).astype(np.uint64)
 
 
+def parts_of(bits: Bits, count: int, width: int) -> list[Bits]:
+    """Raw bits of the ``count`` values of ``width`` bits in each register, the lowest first."""
+    mask = np.uint64(2**width - 1)
+    return [bits >> np.uint64(width * i) & mask for i in range(count)]
+
+
+def packed(parts: list[Bits], width: int) -> Bits:
+    """Register of values of ``width`` bits each, the first in the low bits."""
+    return functools.reduce(np.bitwise_or, [part << np.uint64(width * i) for i, part in enumerate(parts)])
+
+
 _COMPARISONS = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
+# Functions of floats, in fp64 and rounded once.
+_FUNCTIONS: dict[str, Callable] = {
+    "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
+    "sin": np.sin, "cos": np.cos, "tanh": np.tanh, "div": np.divide,
+}  # fmt: skip
 
 
 def _setp(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
@@ -51,7 +70,7 @@ def _mul(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None
     if "wide" in modifiers:
         wider = np.dtype(f"{left.dtype.kind}{2 * left.dtype.itemsize}")
         return raw(left.astype(wider) * right.astype(wider))
-    return raw(left * right) if "lo" in modifiers or kind.startswith("f") else None
+    return raw(left * right) if "lo" in modifiers or left.dtype.kind not in "iu" else None
 
 
 def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) -> Bits:
@@ -66,8 +85,14 @@ def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) 
 def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
     """Result of an instruction; None for one that is not known."""
     kind = modifiers[-1] if modifiers else ""
-    if name == "cvt" and len(modifiers) >= 2 and modifiers[-2] in TYPES and kind in TYPES:
-        return _convert(modifiers, sources[0])
+    if name == "cvt" and len(modifiers) >= 2:
+        return _convert(modifiers, sources)
+    if kind in PACKED and name != "mov":
+        one, count = PACKED[kind]
+        width = 8 * TYPES[one].itemsize
+        lanes = zip(*(parts_of(bits, count, width) for bits in sources), strict=True)
+        results = [compute(name, (*modifiers[:-1], one), list(lane)) for lane in lanes]
+        return None if any(part is None for part in results) else packed(results, width)
     if kind not in TYPES:
         return None
     with np.errstate(all="ignore"):
@@ -88,11 +113,16 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
         return raw(_ARITHMETIC[name](values[0](), values[1]()))
     if name == "not":
         return raw(values[0]() ^ np.uint8(1) if kind == "pred" else ~values[0]())
-    if name == "neg":
-        return raw(-values[0]())
+    if name in ("neg", "abs"):
+        return raw(-values[0]() if name == "neg" else numerics.absolute(values[0]()))
+    if name in _FUNCTIONS and TYPES[kind].kind not in "iu":
+        wide = [np.asarray(value(), np.float64) for value in values]
+        return raw(numerics.convert(_FUNCTIONS[name](*wide), TYPES[kind]))
     if name in ("mul", "mul24"):
         return _mul(modifiers, kind, *sources[:2])
-    if name in ("mad", "fma"):
+    if name in ("mad", "fma") and TYPES[kind].kind not in "iu":
+        return raw(numerics.fma(*(value() for value in values)))
+    if name == "mad":
         product = _mul(modifiers, kind, *sources[:2])
         wide = f"{kind[0]}{2 * int(kind[1:])}" if "wide" in modifiers else kind
         return None if product is None else raw(typed(product, wide) + typed(sources[2], wide))
@@ -101,6 +131,24 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
     return None
 
 
-def _convert(modifiers: tuple[str, ...], bits: Bits) -> Bits:
+def _convert(modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
+    """Conversion of a value, of the values of a register, or of two values into one register.
+
+    The first of two sources goes to the high bits.
+    """
     to, source = modifiers[-2:]
-    return raw(numerics.convert(typed(bits, source), TYPES[to], "rz" in modifiers))
+    if to in PACKED:
+        one, count = PACKED[to]
+        inputs = parts_of(sources[0], *_layout(source)) if source in PACKED else sources[::-1]
+        if len(inputs) != count:
+            return None
+        made = [_convert((*modifiers[:-2], one, PACKED.get(source, (source,))[0]), [part]) for part in inputs]
+        return None if any(part is None for part in made) else packed(made, 8 * TYPES[one].itemsize)
+    if to not in TYPES or source not in TYPES or "rs" in modifiers:
+        return None
+    return raw(numerics.convert(typed(sources[0], source), TYPES[to], "rz" in modifiers))
+
+
+def _layout(kind: str) -> tuple[int, int]:
+    one, count = PACKED[kind]
+    return count, 8 * TYPES[one].itemsize

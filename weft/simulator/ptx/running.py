@@ -14,7 +14,7 @@ from weft.errors import NotInterpretable
 from weft.simulator.ptx.accesses import Accesses, Memory
 from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Register, Vector
 from weft.simulator.ptx.parsing import Memory as Address
-from weft.simulator.ptx.registers import TYPES, Bits, compute, raw
+from weft.simulator.ptx.registers import TYPES, Bits, compute, packed, parts_of, raw
 
 _ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
 _IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
@@ -190,6 +190,8 @@ class Run:
     def _compute(self, one: Instruction, chosen: np.ndarray) -> None:
         if not one.operands:
             raise _unknown(one)
+        if one.name == "mov" and self._move_parts(one, chosen):
+            return
         sources = [self._read(operand, one) for operand in one.operands[1:]]
         try:
             result = compute(one.name, one.modifiers, sources)
@@ -198,6 +200,31 @@ class Run:
         if result is None:
             raise _unknown(one)
         self._write(one.operands[0], result, chosen, one)
+
+    def _move_parts(self, one: Instruction, chosen: np.ndarray) -> bool:
+        """Move between a register and its parts, or of a vector register. False if it is neither.
+
+        ``mov.b64 {a, b}, c``, ``mov.b64 c, {a, b}``, ``mov.v4.b32 v, 0``.
+        """
+        to, source = one.operands
+        if one.modifiers[0] in ("v2", "v4") and isinstance(to, Register):
+            for letter in "xyzw"[: int(one.modifiers[0][1])]:
+                part = Register(f"{source.name}.{letter}") if isinstance(source, Register) else source
+                self._write(Register(f"{to.name}.{letter}"), self._read(part, one), chosen, one)
+            return True
+        parts = next((operand.parts for operand in (to, source) if isinstance(operand, Vector)), None)
+        if parts is None or one.type not in TYPES:
+            return False
+        width = 8 * TYPES[one.type].itemsize // len(parts)
+        if to.__class__ is source.__class__:
+            raise _unknown(one)
+        if isinstance(source, Vector):
+            inside = [bits & np.uint64(2**width - 1) for bits in self._values(source, one)]
+            self._write(to, packed(inside, width), chosen, one)
+        else:
+            for part, bits in zip(parts, parts_of(self._read(source, one), len(parts), width), strict=True):
+                self._write(part, bits, chosen, one)
+        return True
 
 
 def _unknown(one: Instruction) -> NotInterpretable:

@@ -393,3 +393,40 @@ def test_a_stream_waits_for_and_writes_values(report, release, expected):
                 driver.cuLaunchKernel()
         """, 1, 1)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("beta", ["0.0", "None"])
+def test_what_reads_uninitialised_memory_is_wrong_in_every_run(report, beta):
+    text = f"""
+        @triton.jit
+        def scaled(x, out, beta, N: tl.constexpr):
+            at = tl.arange(0, N)
+            y = tl.load(x + at)
+            if beta is not None:
+                y += beta * tl.load(out + at)
+            tl.store(out + at, y)
+
+        def main(rank, size):
+            x = torch.arange(64.0, device="cuda")
+            counts = torch.empty(4, dtype=torch.int32, device="cuda")
+            assert counts.tolist() == [-1] * 4 and torch.empty(2, dtype=torch.bool).shape == (2,)
+            out = torch.empty_like(x)
+            scaled[(1,)](x, out, {beta}, 64)
+            assert out.tolist() == list(range(64))
+    """
+    found = report(text, 1, 2)
+    assert [one.count for one in found.wrong if one.finding.kind == "error"] == ([] if beta == "None" else [2])
+
+
+def test_an_assumption_that_does_not_hold_has_its_remedy(report):
+    text = """
+        @triton.jit
+        def shifts(x, N: tl.constexpr):
+            tl.assume(tl.program_id(0) > 0)
+            tl.store(x + tl.program_id(0) * N + tl.arange(0, N), 1.0)
+
+        def main(rank, size):
+            shifts[(2,)](torch.empty(8, device="cuda"), 4)
+    """
+    found = str(report(text, 1, 1))
+    assert "tl.assume(tl.program_id(0) > 0)" in found and "remedy: weaken the assumption" in found, found

@@ -152,6 +152,9 @@ _DETAIL, _LINE = 12, 160  # most further lines kept of an error's message, and c
 _OF_VALUES = (
     "no other finding explains it, so values are wrong and not their order: look at indices, counts, the reference"
 )
+_OF_ASSUMPTIONS = (
+    "weaken the assumption until it holds in every program: the compiler may use it for any code of the kernel"
+)
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
 
 
@@ -165,10 +168,12 @@ def _of_error(error: BaseException, machine: Machine, detector: Detector) -> Fin
             finding = _of_task(error, machine, detector)
     if isinstance(error, WeftError) and "programs that wait for each other" in str(error):
         finding = replace(finding, kind="residency")
+    advice = _OF_VALUES if isinstance(error, AssertionError) else ""
+    advice = _OF_ASSUMPTIONS if "tl.assume() of a condition" in finding.message else advice
     first, *rest = [line for line in finding.message.splitlines() if line.strip()] or [finding.kind]
     return replace(
         finding, message=first, detail=tuple(_cut(line) for line in rest[:_DETAIL]),
-        allowed=allowed_by(finding.kind, finding.sides), advice=_OF_VALUES if isinstance(error, AssertionError) else "",
+        allowed=allowed_by(finding.kind, finding.sides), advice=advice,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ _VIEWS = frozenset({
     "flatten", "dim", "__len__", "empty_like", "new_empty", "unbind", "untyped_storage", "view_as", "detach", "tensor_split",
     "nelement", "is_floating_point", "unflatten",
 })  # fmt: skip
+
+# Functions whose tensors hold whatever was in memory.
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class OnGpu(TorchFunctionMode):
@@ -59,7 +63,11 @@ class OnGpu(TorchFunctionMode):
         args = tuple(_on_cpu(value) for value in args)
         if self._ranks.here.stream is not None and name != "__get__":
             return self._on_stream(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in _UNINITIALISED and isinstance(result, torch.Tensor) and result.dtype is not torch.bool:
+            # NaN in floats, -1 in integers: a result that depends on them is wrong in every run, not in some.
+            ctypes.memset(result.data_ptr(), 0xFF, result.untyped_storage().nbytes())
+        return result
 
     def _address(self, x: torch.Tensor) -> int:
         """Address of a tensor, by which a kernel may reach it from now on."""

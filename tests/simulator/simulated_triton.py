@@ -227,9 +227,10 @@ above 1 it takes arithmetic and registers.
 | control | `bra` with labels and predicates, `ret`, `exit`; `nanosleep` and `prefetch` do nothing |
 | special registers | `%tid`, `%ntid`, `%laneid`, `%warpid`, `%ctaid`, `%nctaid`, `%smid`; clocks stand still at 0 |
 
-A scalar computed from `%tid` has a value for each thread. It may be an address, a condition of an `if` without `else`, and an
-argument of assembly; the branch runs for the threads that take it. Elsewhere it is refused. Thread t of T holds the elements
-t, t + T, ... of a block; in a block of fewer elements they are held several times, and the first holder stores them.
+External functions `llvm.nvvm.read.ptx.sreg.*` read these registers too. A scalar computed from `%tid` has a value for each
+thread. It may be an address, a condition of an `if` without `else`, and an argument of assembly; the branch runs for the
+threads that take it. Elsewhere it is refused. Thread t of T holds the elements t, t + T, ... of a block; in a block of fewer
+elements they are held several times, and the first holder stores them.
 
 For an instruction that is not known, the message names a replacement:
 

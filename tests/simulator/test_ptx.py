@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 
 import weft
 from weft.errors import Deadlock, NotInterpretable
@@ -135,6 +136,25 @@ def test_threads_have_addresses_of_their_own():
     x, out = torch.arange(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
     simulate(lambda _: copies_by_thread[(1,)](x, out, num_warps=1), 1)
     assert torch.equal(out[:64], x) and out[64] == 32
+
+
+@core.extern
+def register(name: tl.constexpr, _semantic=None):
+    symbol = {(): (f"llvm.nvvm.read.ptx.sreg.{name.value}", core.dtype("int32"))}
+    return core.extern_elementwise("", "", [], symbol, is_pure=True, _semantic=_semantic)
+
+
+@triton.jit
+def reads_registers(out):
+    if register("tid.x") == 3:
+        tl.inline_asm_elementwise("red.global.add.s32 [$1], 5;", "=r,l", [out], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out + 1 + register("ctaid.x"), register("ntid.x") + register("tid.y"))
+
+
+def test_llvm_s_functions_read_special_registers():
+    out = torch.zeros(3, dtype=torch.int32)
+    simulate(lambda _: reads_registers[(2,)](out, num_warps=2), 1)
+    assert out.tolist() == [10, 64, 64]
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,6 +30,8 @@ _ATOMICS = {
 _REDUCTIONS = {
     getattr(ir.DESCRIPTOR_REDUCE_KIND, name): name.lower() for name in ("ADD", "MIN", "MAX", "AND", "OR", "XOR")
 }
+# LLVM's functions that read special registers; a value that differs between threads has one element for each.
+_SPECIAL_REGISTER = re.compile(r"llvm\.nvvm\.read\.ptx\.sreg\.((?:tid|ntid|ctaid|nctaid)\.[xyz]|laneid|warpid|smid)")
 
 
 def _array(x: np.ndarray | Handle) -> np.ndarray:
@@ -89,7 +92,9 @@ class Builder(InterpreterBuilder):
         self, library: str, path: str, symbol: str, args: list, ret_type: tl.dtype, is_pure: bool
     ) -> Handle:
         function, element = libdevice.function_of(symbol), ret_type.scalar
-        if function is not None:
+        if register := _SPECIAL_REGISTER.fullmatch(symbol):
+            out = np.array(self.port.position().read(f"%{register[1]}")).reshape(-1)
+        elif function is not None:
             out = function(*(x.data for x in args))
         elif (external := self.port.external(symbol)) is not None:
             out = np.full(SCALAR_SHAPE, external(*(int(x.data.item()) for x in args)))

@@ -63,6 +63,18 @@ def _libdevice(name: str, function: Callable) -> Callable:
     return call
 
 
+def _with_constexprs(function: Callable) -> Callable:
+    """Builtin of another project, which gets constants as constexprs, as from Triton's compiler."""
+
+    def wrapped(x: object) -> object:
+        return tl.constexpr(x) if x is None or isinstance(x, (bool, int, float, str)) else x
+
+    def call(*args: object, **kwargs: object) -> object:
+        return function(*map(wrapped, args), **{name: wrapped(x) for name, x in kwargs.items()})
+
+    return call
+
+
 _ConstexprFunction = type(triton.constexpr_function(is_builtin))
 
 
@@ -107,6 +119,8 @@ class Callees:
             function = _libdevice(name, with_semantic(builtin, self._semantic))
         elif is_builtin(callee):
             function = with_semantic(callee, self._semantic)
+            if not str(module).startswith(("triton.", "weft.")):
+                function = _with_constexprs(function)
         elif isinstance(callee, (type, types.FunctionType, _ConstexprFunction)):
             function = callee
         else:

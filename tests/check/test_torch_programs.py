@@ -106,6 +106,10 @@ def test_tensors_are_of_the_gpu(report):
             y = torch.ones(4).cuda(non_blocking=True).to(x.device, torch.float16) + torch.empty_like(x).fill_(1).half()
             assert y.cpu().tolist() == [2.0] * 4 and torch.cuda.device_count() == size
             assert torch.cuda.get_device_capability(x.device) == (9, 0)
+            with torch.device("cuda"):
+                assert torch.ones(2).sum() == 2
+            torch.set_default_device("cuda")
+            assert torch.ones(2).is_cuda
             assert torch.cuda.get_device_properties(0).multi_processor_count > 0
             torch.cuda.synchronize()
             torch.accelerator.synchronize()
@@ -430,3 +434,36 @@ def test_an_assumption_that_does_not_hold_has_its_remedy(report):
     """
     found = str(report(text, 1, 1))
     assert "tl.assume(tl.program_id(0) > 0)" in found and "remedy: weaken the assumption" in found, found
+
+
+@pytest.mark.parametrize(
+    ("assembly", "expected"),
+    [
+        ("cp.async.bulk.wait_group 0;", []),
+        ("cp.async.bulk.wait_group.read 0;", ["undrained-tma"]),
+        ("cp.async.bulk.commit_group;", ["undrained-tma"]),
+    ],
+)
+def test_a_wait_for_bulk_groups_completes_descriptor_stores(report, assembly, expected):
+    text = f"""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        @triton.jit
+        def pass_on(inbox, out, flag):
+            if tl.program_id(0) == 0:
+                inbox.store([0, 0], tl.full((1, 16), 3.0, tl.float32))
+                tl.inline_asm_elementwise("{assembly}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                tl.debug_barrier()
+                tl.atomic_xchg(flag, 1, sem="release")
+            else:
+                while tl.atomic_add(flag, 0, sem="acquire") == 0:
+                    pass
+                tl.inline_asm_elementwise("fence.proxy.async;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                tl.store(out + tl.arange(0, 16)[None, :], inbox.load([0, 0]))
+
+        def main(rank, size):
+            inbox, out = torch.zeros(1, 16, device="cuda"), torch.zeros(16, device="cuda")
+            flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+            pass_on[(2,)](TensorDescriptor.from_tensor(inbox, [1, 16]), out, flag)
+    """
+    assert kinds(report(text, 1)) == expected

@@ -220,6 +220,7 @@ above 1 it takes arithmetic and registers.
 | atomics | `atom`, `red`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max` |
 | multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce` with `add` |
 | order | `fence`, `membar`, `fence.proxy.async`, `bar.sync`, `barrier`, `griddepcontrol`; other proxy fences do nothing |
+| descriptor stores | `cp.async.bulk.wait_group 0` completes them, with `.read` not; `cp.async.bulk.commit_group` |
 | arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
 | floats | `div`, `rcp`, `sqrt`, `rsqrt`, `ex2`, `lg2`, `sin`, `cos`, `tanh`, in fp64 and rounded once |
 | packed types | arithmetic of `f16x2`, `bf16x2`, `f32x2`, `s16x2`, `u16x2`; `cvt` also of `e4m3x2` and `e5m2x2` |

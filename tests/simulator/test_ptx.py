@@ -242,7 +242,7 @@ def differs(out, CASE: tl.constexpr):
         if thread() < 3:
             tl.inline_asm_elementwise("bar.sync 0;", "=r", [thread()], dtype=tl.int32, is_pure=False, pack=1)
     elif CASE == 3:
-        tl.inline_asm_elementwise("cp.async.bulk.commit_group;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise("mbarrier.inval.b64 [$0];", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.inline_asm_elementwise("ld.shared.u32 $0, [$1];", "=r,l", [out], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -253,7 +253,7 @@ def differs(out, CASE: tl.constexpr):
         (0, "differs between the threads of a program (%tid) is a condition with an else"),
         (1, "differs between the threads"),
         (2, "`bar.sync 0` is reached by some threads of the program only"),
-        (3, "PTX `cp.async.bulk.commit_group` is not known"),
+        (3, "PTX `mbarrier.inval.b64 [$0]` is not known"),
         (4, "PTX `ld.shared.u32 $0, [$1]` is not known"),
     ],
 )

@@ -42,6 +42,8 @@ def patches(ranks: Ranks) -> Iterator[None]:
         for owner, members in (
             (torch.cuda, _cuda(ranks, event)),
             (torch.accelerator, _accelerator(ranks)),
+            # Tensors are on the GPU whatever the default device.
+            (torch, {"set_default_device": _nothing}),
             (dist, groups.functions() | {"ProcessGroup": Group, "group": groups, "GroupMember": groups}),
             (dist.distributed_c10d, groups.functions()),
             (torch.autograd, {"_engine_run_backward": partial(_backward, ranks, torch.autograd._engine_run_backward)}),

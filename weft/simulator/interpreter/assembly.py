@@ -41,7 +41,7 @@ ADVICE = (
 
 
 # Instructions that reach memory or other threads.
-_OF_MEMORY = ("ld", "ldu", "st", "atom", "red", "multimem", "fence", "membar", "bar", "barrier", "griddepcontrol")
+_OF_MEMORY = ("ld", "ldu", "st", "atom", "red", "multimem", "fence", "membar", "bar", "barrier", "griddepcontrol", "cp")
 
 
 def _registers_of(itemsize: int, pack: int) -> tuple[int, int]:

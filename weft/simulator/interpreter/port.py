@@ -66,6 +66,8 @@ class Port(Protocol):
 
     def fence_async(self) -> None: ...
 
+    def drain_async(self) -> None: ...
+
     def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
         """Addresses, at each member, of multicast addresses. NotInterpretable where they are not."""
 

@@ -49,6 +49,8 @@ class Memory(Protocol):
 
     def fence_async(self) -> None: ...
 
+    def drain_async(self) -> None: ...
+
     def wait_for_previous_kernel(self) -> None: ...
 
     def let_next_kernel_start(self) -> None: ...
@@ -205,6 +207,15 @@ class Accesses:
         if name in actions:
             actions[name]()
         return name in actions
+
+    def group(self, modifiers: tuple[str, ...], pending: int) -> bool:
+        """Commit bulk groups, or wait until at most ``pending`` are not complete; False for another copy.
+
+        A wait for reads (``.read``), or with groups left pending, completes no store.
+        """
+        if modifiers[:3] == ("async", "bulk", "wait_group") and modifiers[3:] == () and pending == 0:
+            self._memory.drain_async()
+        return modifiers[:2] == ("async", "bulk") and modifiers[2:3] in (("wait_group",), ("commit_group",))
 
     def _fence(self, modifiers: tuple[str, ...]) -> bool:
         if modifiers[:1] != ("proxy",):

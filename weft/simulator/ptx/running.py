@@ -143,6 +143,9 @@ class Run:
             if one.name in ("bar", "barrier") and not chosen.all():
                 raise NotInterpretable(f"PTX `{one.text}` is reached by some threads of the program only")
             done = self._accesses.order(one.name, one.modifiers)
+        elif one.name == "cp":
+            pending = one.operands[0].value if one.operands and isinstance(one.operands[0], Immediate) else 0
+            done = self._accesses.group(one.modifiers, int(pending))
         elif one.name in ("ld", "ldu"):
             self._load(one, self._accesses.load(one.modifiers, self._addresses(one.operands[1], one), chosen), chosen)
         elif one.name == "st":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -75,9 +76,19 @@ def cuda_modules(ranks: Ranks) -> dict[str, ModuleType]:
 
     driver, bindings, cuda = (ModuleType(name) for name in ("cuda.bindings.driver", "cuda.bindings", "cuda"))
     vars(driver).update(members, __getattr__=absent)
-    vars(bindings).update(driver=driver, __path__=[])
-    vars(cuda).update(bindings=bindings, cuda=driver, __path__=[])
+    # Further modules, such as cuda.tile, are the installed ones.
+    vars(bindings).update(driver=driver, __path__=_places("cuda.bindings"))
+    vars(cuda).update(bindings=bindings, cuda=driver, __path__=_places("cuda"))
     return {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver, "cuda.cuda": driver}
+
+
+def _places(package: str) -> list[str]:
+    """Folders of an installed package; empty if there is none."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # nor its parent
+        return []
+    return list(spec.submodule_search_locations or []) if spec is not None else []
 
 
 def _stream(ranks: Ranks, handle: Any) -> streams.Stream:

@@ -219,8 +219,8 @@ def test_a_tensor_of_another_team_and_a_pointer_that_was_translated_are_no_targe
 
 
 @triton.jit
-def commits(out):
-    tl.inline_asm_elementwise("cp.async.bulk.commit_group;", "=r,l", [out], tl.int32, False, 1)
+def adds_to_half(out):
+    tl.inline_asm_elementwise("red.async.global.add.f16 [$1], 1;", "=r,l", [out], tl.int32, False, 1)
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def computes(out):
 @pytest.mark.parametrize(
     ("kernel", "instead"),
     [
-        (commits, "write wl.notify(signal, peer, value, team)"),
+        (adds_to_half, "write tl.atomic_add or another atomic, with sem= and scope="),
         (releases_to_all, "tl.store through wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
         (computes, "write it in plain Triton"),
     ],

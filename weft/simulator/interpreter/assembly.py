@@ -27,7 +27,6 @@ ADVICE = (
     (r"\b(atom|red)\.", "write tl.atomic_add or another atomic, with sem= and scope="),
     (r"fence\.proxy", "write wl.wait(signal, value, team), which contains it"),
     (r"fence|membar", "write wl.fence(team)"),
-    (r"cp\.async\.bulk\.(wait|commit)", "write wl.notify(signal, peer, value, team), which contains it"),
     (r"prefetch", "write wl.prefetch(ptr, nbytes)"),
     (r"griddepcontrol", "write wl.follow_previous_kernel()"),
     (r"bar\.sync|barrier\.sync|s_barrier", "write tl.debug_barrier()"),

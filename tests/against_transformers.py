@@ -16,6 +16,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Before the positions whose queries are scaled.
+YARN_OF_MISTRAL = {
+    **YARN, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 # Windows shorter than the prompts below, and for some layers only.
 WINDOW_FROM_1 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 WINDOW_OF_TYPES = {
@@ -82,6 +86,7 @@ FAMILIES = {
     "qwen2.5-window": {"family": "Qwen2", **WINDOW_FROM_1},
     "mistral": {"family": "Mistral", "sliding_window": 5},
     "mistral-no-window": {"family": "Mistral", "sliding_window": None, "tied": True},
+    "ministral3": {"family": "Ministral3", "sliding_window": 5, "rope_parameters": YARN_OF_MISTRAL},
     "qwen3-yarn": {"family": "Qwen3", "rope_parameters": YARN},
     "qwen3-window": {"family": "Qwen3", **WINDOW_OF_TYPES},
     "seed-oss": {"family": "SeedOss"},
@@ -161,6 +166,13 @@ FAMILIES = {
         "n_group": 4,
         "topk_group": 2,
         "rope_parameters": YARN_MSCALE,
+    },
+    "glm4-moe-lite": {
+        "family": "Glm4MoeLite",
+        **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+        "q_lora_rank": 24,
+        "routed_scaling_factor": 2.5,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
     "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},

@@ -260,6 +260,8 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "glm4-moe-2",
             "gpt-oss-3",
             "deepseek-v3",
+            "ministral3-3",
+            "glm4-moe-lite-2",
         ),
         "test_logits_and_64_greedy_tokens_are_those_of_transformers": ("qwen3-next",),
         "test_of_the_test_a_mutant_is_far_beyond_the_tolerance": 16,

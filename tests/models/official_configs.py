@@ -126,6 +126,78 @@ GPT_OSS = {
         "truncate": False,
     },
 }  # fmt: skip
+COMMON = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+GLM_45_AIR = COMMON | {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_size": 4096, "partial_rotary_factor": 0.5,
+    "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+    "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False, "transformers_version": "4.54.0",
+    "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+DEEPSEEK_V3 = COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "transformers_version": "4.33.1", "v_head_dim": 128, "vocab_size": 129280,
+    "aux_loss_alpha": 0.001, "pretraining_tp": 1, "seq_aux": True,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 163584, "eos_token_id": 163585,
+    "first_k_dense_replace": 1, "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "transformers_version": "4.48.3",
+    "vocab_size": 163840, "unk_token_id": 163838,
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+MISTRAL_SMALL = COMMON | {
+    "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 100000000.0, "sliding_window": None, "vocab_size": 131072,
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    "transformers_version": "4.49.0.dev0",
+}  # fmt: skip
+MINISTRAL_3 = {
+    "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+    "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": None, "use_cache": True,
+    "vocab_size": 131072,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn",
+        "type": "yarn",
+    },
+}  # fmt: skip
+QWEN3_VL_TEXT = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16", "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+    "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
+}  # fmt: skip
 
 CONFIGS = {
     "Qwen2.5-0.5B": QWEN_05 | {"sliding_window": 32768, "transformers_version": "4.40.1"},
@@ -334,6 +406,226 @@ CONFIGS = {
     "gpt-oss-120b": GPT_OSS | {
         "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36, "num_local_experts": 128,
     },
+    "GLM-4.5-Air": GLM_45_AIR,
+    "GLM-4.6": GLM_45_AIR | {
+        "hidden_size": 5120, "intermediate_size": 12288, "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+        "n_routed_experts": 160, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "num_hidden_layers": 92,
+        "use_qk_norm": True, "dtype": "bfloat16",
+    },
+    "GLM-4.7-Flash": COMMON | {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "pad_token_id": 154820,
+        "eos_token_id": [154820, 154827, 154829], "hidden_size": 2048, "intermediate_size": 10240,
+        "max_position_embeddings": 202752, "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536,
+        "topk_method": "noaux_tc", "norm_topk_prob": True, "num_attention_heads": 20, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "tie_word_embeddings": False, "dtype": "bfloat16", "transformers_version": "5.0.0rc0", "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "vocab_size": 154880,
+    },
+    "DeepSeek-V3-0324": DEEPSEEK_V3,
+    "Kimi-K2-Instruct": KIMI_K2,
+    "Kimi-K2-Thinking": KIMI_K2 | {
+        "max_position_embeddings": 262144,
+        "quantization_config": {
+            "format": "pack-quantized", "global_compression_ratio": None,
+            "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "lm_head"],
+            "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                    "weights": {
+                        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                        "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+                    },
+                },
+            },
+        },
+        "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    },
+    "gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
+    "gemma-3-270m": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "eos_token_id": [1, 106], "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 640, "initializer_range": 0.02,
+        "intermediate_size": 2048, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+        "num_hidden_layers": 18, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000.0,
+        "sliding_window": 512, "torch_dtype": "bfloat16", "transformers_version": "4.55.0.dev0", "use_cache": True,
+        "vocab_size": 262144, "_sliding_window_pattern": 6, "use_bidirectional_attention": False,
+        "layer_types": [
+            "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+            "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+            "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+            "sliding_attention", "sliding_attention", "full_attention",
+        ],
+    },
+    "Olmo-3-7B-Instruct": COMMON | {
+        "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "dtype": "bfloat16", "eos_token_id": 100257,
+        "hidden_size": 4096, "intermediate_size": 11008,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+        "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000,
+        "sliding_window": 4096, "tie_word_embeddings": False, "transformers_version": "4.57.0", "vocab_size": 100278,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+    },
+    "OLMo-2-1124-7B-Instruct": COMMON | {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_size": 4096,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "transformers_version": "4.47.0.dev0",
+        "use_cache": False, "vocab_size": 100352,
+    },
+    "OLMoE-1B-7B-0924": COMMON | {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+        "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe",
+        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False, "pad_token_id": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False, "transformers_version": "4.43.0.dev0", "vocab_size": 50304,
+    },
+    "Phi-4-mini-instruct": COMMON | {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 199999, "embd_pdrop": 0.0,
+        "eos_token_id": 199999, "full_attn_mod": 1, "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1,
+        "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1.0 + i / 10 for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "transformers_version": "4.45.0",
+        "vocab_size": 200064,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoTokenizer": "Xenova/gpt-4o",
+        },
+    },
+    "granite-3.3-8b-instruct": COMMON | {
+        "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+        "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_size": 4096, "intermediate_size": 12800,
+        "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "granite",
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
+        "tie_word_embeddings": True, "transformers_version": "4.49.0", "vocab_size": 49159,
+    },
+    "SmolLM3-3B": COMMON | {
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "eos_token_id": 128012, "hidden_size": 2048,
+        "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+        "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+        "sliding_window": None, "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "Mistral-Small-24B-Instruct-2501": MISTRAL_SMALL,
+    "Ministral-8B-Instruct-2410": MISTRAL_SMALL | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "sliding_window": 32768,
+        "transformers_version": "4.46.0.dev0",
+    },
+    "Devstral-2-123B": COMMON | {
+        "head_dim": 128, "hidden_size": 12288, "intermediate_size": 28672, "max_position_embeddings": 262144,
+        "model_type": "ministral3", "num_attention_heads": 96, "num_hidden_layers": 88, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "sliding_window": None, "vocab_size": 131072, "architectures": ["Ministral3ForCausalLM"],
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "rope_parameters": {
+            "beta_fast": 4.0, "beta_slow": 1.0, "factor": 64.0, "llama_4_scaling_beta": 0.0, "mscale": 1.0,
+            "mscale_all_dim": 0.0, "original_max_position_embeddings": 4096, "rope_theta": 1000000.0, "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "quantization_config": {
+            "activation_scheme": "static", "dequantize": False, "modules_to_not_convert": ["lm_head"], "quant_method": "fp8",
+            "weight_block_size": None,
+        },
+    },
+    "Seed-OSS-36B-Instruct": COMMON | {
+        "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
+        "attention_out_bias": False, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_size": 5120,
+        "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False, "model_type": "seed_oss",
+        "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 1,
+        "residual_dropout": 0.1, "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+        "tie_word_embeddings": False, "transformers_version": "4.55.0", "vocab_size": 155136,
+    },
+    "Llama-3.1-Nemotron-Nano-8B-v1": COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "transformers_version": "4.47.1", "vocab_size": 128256,
+        "rope_scaling": {
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "Qwen3-Next-80B-A3B-Instruct": COMMON | {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048,
+        "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+        "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+        "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "QwQ-32B": COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 5120,
+        "intermediate_size": 27648, "max_position_embeddings": 40960, "max_window_layers": 64, "model_type": "qwen2",
+        "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "transformers_version": "4.43.1",
+        "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "DeepSeek-V2-Lite-Chat": COMMON | {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_size": 2048,
+        "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "transformers_version": "4.33.1",
+        "v_head_dim": 128, "vocab_size": 102400,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    },
+    "Moonlight-16B-A3B": {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"} | {
+        "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "q_lora_rank": None, "rope_scaling": None, "rope_theta": 50000.0, "topk_group": 1, "transformers_version": "4.44.2",
+        "vocab_size": 163840,
+    },
+    "GLM-4-9B-0414": COMMON | {
+        "architectures": ["Glm4ForCausalLM"], "attention_bias": False, "eos_token_id": [151329, 151336, 151338],
+        "head_dim": 128, "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 32768,
+        "model_type": "glm4", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "transformers_version": "4.52.0.dev0", "vocab_size": 151552,
+    },
+    "Yi-1.5-9B": COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 4, "pad_token_id": 0, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": False,
+        "transformers_version": "4.40.0", "use_cache": False, "vocab_size": 64000,
+    },
 }  # fmt: skip
 """Name of a model, with who saved it again, → keys and values of its config.json."""
 
@@ -396,6 +688,136 @@ MULTIMODAL = {
             "head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "is_composition": True,
             "max_position_embeddings": 1024000, "model_type": "mistral", "num_hidden_layers": 40, "num_key_value_heads": 8,
             "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "vocab_size": 131072,
+        },
+    },
+    "gemma-3-27b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {
+            "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+            "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+    },
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+    },
+    "Mistral-Small-3.2-24B": {
+        "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+        "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "torch_dtype": "bfloat16", "transformers_version": "4.52.4", "vision_feature_layer": -1,
+        "text_config": {
+            "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+            "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral",
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True,
+            "vocab_size": 131072,
+        },
+    },
+    "Ministral-3-8B-Instruct-2512": {
+        "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
+        "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2, "transformers_version": "5.0.0.dev0", "vision_feature_layer": -1,
+        "quantization_config": {
+            "activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None,
+            "modules_to_not_convert": [
+                "model.vision_tower", "model.multi_modal_projector", "lm_head", "model.vision_tower",
+                "model.multi_modal_projector",
+            ],
+        },
+        "text_config": MINISTRAL_3,
+    },
+    "Qwen3-VL-8B-Instruct": {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+        "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+        "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+        "text_config": QWEN3_VL_TEXT,
+    },
+    "Qwen3-VL-30B-A3B": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False,
+        "text_config": QWEN3_VL_TEXT | {
+            "hidden_size": 2048, "intermediate_size": 6144, "model_type": "qwen3_vl_moe_text", "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        },
+    },
+    "Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 248057,
+        "vision_end_token_id": 248054, "vision_start_token_id": 248053,
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+            "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 10,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
+            "num_key_value_heads": 2, "output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512, "use_cache": True, "vocab_size": 248320,
+            "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    },
+    "Qwen3.5-0.8B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+            "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 1024,
+            "initializer_range": 0.02,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 8,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "use_cache": True,
+            "vocab_size": 248320, "intermediate_size": 3584, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    },
+    "Kimi-K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "bos_token_id": 163584, "eos_token_id": 163585,
+        "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25", "pad_token_id": 163839,
+        "text_config": KIMI_K2 | {
+            "max_position_embeddings": 262144,
+            "quantization_config": {
+                "format": "pack-quantized", "global_compression_ratio": None, "kv_cache_scheme": None,
+                "quant_method": "compressed-tensors", "quantization_status": "compressed",
+                "config_groups": {
+                    "group_0": {
+                        "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                        "weights": {
+                            "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                            "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True,
+                            "type": "int",
+                        },
+                    },
+                },
+                "ignore": [
+                    "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "lm_head",
+                ],
+            },
+            "rope_scaling": {
+                "beta_fast": 1.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
         },
     },
 }  # fmt: skip

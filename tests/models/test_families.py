@@ -70,6 +70,7 @@ SAMPLE = [
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
+    ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -133,6 +134,7 @@ ONE_LAYER = {
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
     **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
+    "glm4-moe-lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [

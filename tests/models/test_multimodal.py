@@ -21,6 +21,12 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8, "num_channels": 3,
 }  # fmt: skip
+MROPE = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 50.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+QWEN_TOWER = {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]}
 WRAPPED = {
     "mistral3": ("mistral", {"sliding_window": 5}, {"tie_word_embeddings": False}, {"model_type": "pixtral", "head_dim": 8}),
     "llava": ("llama", {"rope_theta": 50.0}, {}, {"model_type": "clip_vision_model"}),
@@ -28,6 +34,14 @@ WRAPPED = {
     "internvl": (
         "qwen3", {}, {"tie_word_embeddings": True},
         {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [8, 8]},
+    ),
+    "qwen3_vl": (
+        "qwen3_vl_text", MROPE, {"tie_word_embeddings": True},
+        QWEN_TOWER | {"model_type": "qwen3_vl_vision"},
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text", {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, {},
+        QWEN_TOWER | {"model_type": "qwen3_vl_moe_vision"},
     ),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 16}, {}, {"model_type": "siglip_vision_model"}),
 }  # fmt: skip
@@ -154,7 +168,11 @@ def test_absent_sizes_are_the_ones_that_transformers_assumes():
             {"architectures": ["LlavaModel"]},
             r"architectures=\['LlavaModel'\] is not supported; weft runs the text model of",
         ),
-        ({"text_config": {"model_type": "ministral3"}}, "model_type='ministral3' is not supported; weft runs 'qwen3'"),
+        ({"text_config": {"model_type": "mistral4"}}, "model_type='mistral4' is not supported; weft runs 'qwen3'"),
+        (
+            {"text_config": {"model_type": "llama4_text"}},
+            "model_type='llama4_text' is not supported; it has attention in",
+        ),
         ({"text_config": {"model_type": ["llama"]}}, r"model_type=\['llama'\] is not supported"),
         ({"text_config": None}, "model_type='llava' is not supported"),
         ({"model_type": "flamingo"}, "model_type='flamingo' is not supported"),

@@ -9,7 +9,8 @@ import weft
 from tests.against_transformers import FAMILIES, relative_rms
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import Fp8
-from weft.models import Decoder, DecoderConfig
+from weft.models import Checkpoint, Decoder, DecoderConfig
+from weft.models.config import unreached_positions
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -18,6 +19,9 @@ FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.0, 3.0, 3.0], "long_factor": [1.0, 
 LONG = {
     "rope_scaling": {"type": "longrope", **FACTORS}, "partial_rotary_factor": 0.75, "max_position_embeddings": 512,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0,
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -36,6 +40,9 @@ TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
         ("Phi3", {"partial_rotary_factor": 0.5}),
         ("Phi3", LONG),
         ("Phi3", LONG | {"original_max_position_embeddings": 512}),
+        ("Ministral3", {}),
+        ("Ministral3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
+        ("Ministral3", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 1.0}}),
         ("Glm4", {}),
         ("Glm4", {"partial_rotary_factor": 0.25, "attention_bias": False, "head_dim": 32}),
     ],
@@ -46,8 +53,10 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
     theirs = getattr(transformers, f"{name}Config")(**SMALL | {"pad_token_id": 0} | copy.deepcopy(changes))
     config = DecoderConfig.from_dict({"model_type": theirs.model_type} | SMALL | changes)
     model = getattr(transformers, f"{name}ForCausalLM")(theirs).model
-    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"):
+    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(theirs, key), key
+    if name != "Ministral3":
+        assert config.max_position_embeddings == theirs.max_position_embeddings
     for positions in (16, 400):
         frequencies, factor = config.rotary.frequencies(config.head_dim, torch.device("cpu"), positions)
         cos, sin = model.rotary_emb(torch.ones(1), torch.arange(positions)[None])
@@ -66,6 +75,19 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
         projection = getattr(attention, "qkv_proj", None) or attention.q_proj
         assert config.attention.bias == (projection.bias is not None)
     assert config.attention.interleaved == (name == "Glm4")
+
+
+def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
+    modeling = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
+    directory, _ = make_checkpoint(**FAMILIES["ministral3"])
+    most = DecoderConfig.of(Checkpoint(directory)).max_position_embeddings
+    scales = modeling.get_llama_4_attn_scale(torch.arange(most + 1)[None], 0.5, 128).flatten()
+    assert (scales[:-1] == 1).all() and scales[-1] > 1
+    [line] = unreached_positions(Checkpoint(directory))
+    assert line.startswith("config.json: sequences have up to 128 of 512 positions")
+    with pytest.raises(ValueError, match="max_seq_len=129 is not in 2 .. max_position_embeddings=128"):
+        weft.simulate(lambda team: weft.Engine(directory, team, mode="reference", max_seq_len=129), 1)
+    assert not unreached_positions(Checkpoint(make_checkpoint(**FAMILIES["qwen3-yarn"])[0]))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +111,16 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
             "long_factor=3 is not a list of num",
         ),
         ("phi3", {"resid_pdrop": 0.5}, "resid_pdrop=0.5 is not supported"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta=0.1 needs original_max_position_embeddings, which is None",
+        ),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"], "num_key_value_heads": 8},
+            "mlp_layer_types=.* is not a list of 'dense' and 'sparse' for",
+        ),
         ("glm4", {"attention_bias": "yes"}, "attention_bias='yes' is not true or false"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     ],

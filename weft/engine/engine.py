@@ -39,6 +39,7 @@ from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.config import unreached_positions
 from weft.models.hub import find_checkpoint, revision_of
 from weft.models.memory import check_cache
 from weft.ops import warm_up
@@ -105,7 +106,8 @@ class Engine:
         self.tokenizer = None if checkpoint is None else _tokenizer(checkpoint, sizes.vocab_size)
         self.defaults, warnings, ends, no_text = SamplingParams(), [], frozenset(), "this model has no tokenizer"
         if checkpoint is not None:
-            self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
+            self.defaults = sampling_defaults(checkpoint)
+            warnings = [*unused_defaults(checkpoint), *unreached_positions(checkpoint)]
             ends, no_text = checkpoint.eos_token_ids(), f"{checkpoint.directory} has no tokenizer.json"
         self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, ends)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.

@@ -10,9 +10,9 @@ import torch
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
-from weft.models import generation
+from weft.models import generation, refusals
 from weft.models.checkpoint import Checkpoint
-from weft.models.families import FAMILIES, PUBLISHED, published
+from weft.models.families import FAMILIES, PUBLISHED, family_of, published
 from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, LinearAttentionOptions, number_of
 from weft.models.hub import find_checkpoint
 from weft.models.multimodal import check_architecture, text_config
@@ -273,12 +273,11 @@ class DecoderConfig:
         CheckpointError (a ValueError) for a model of no family in FAMILIES, and for unknown keys and values.
         """
         content = text_config(content)
-        family = FAMILIES.get(model_type) if isinstance(model_type := content.get("model_type"), str) else None
-        if family is None:
-            raise CheckpointError(
-                f"config.json: model_type={quoted(model_type)} is not supported; weft runs "
-                f"{', '.join(map(repr, FAMILIES))}"
-            )
+        if (family := family_of(model_type := content.get("model_type"))) is None:
+            runs = f"weft runs {', '.join(map(repr, FAMILIES))}"
+            if mechanism := refusals.lacked(model_type):
+                runs = f"it has {mechanism}; docs/models.md lists what weft runs"
+            raise CheckpointError(f"config.json: model_type={quoted(model_type)} is not supported; {runs}")
         quantization = Quantization.of(content.get("quantization_config"))
         check_architecture(content, family.architecture, repr(family.architecture))
         _check_keys(family, content)
@@ -298,9 +297,10 @@ class DecoderConfig:
                 one.frequencies(sizes["head_dim"], torch.device("cpu"), sizes["max_position_embeddings"])
             except ValueError as error:
                 raise CheckpointError(f"config.json: {error}") from None
+        positions = rotary.positions(sizes["max_position_embeddings"])
         return cls(
             model_type=family.model_type,
-            **sizes | {"max_position_embeddings": rotary.positions(sizes["max_position_embeddings"])},
+            **sizes | {"max_position_embeddings": min(positions, family.longest(filled) or positions)},
             rms_norm_eps=number_of(filled, "rms_norm_eps"),
             rotary=rotary,
             window_rotary=window_rotary,
@@ -312,6 +312,16 @@ class DecoderConfig:
             linear_attention=family.linear_attention(filled),
             quantization=quantization,
         )
+
+
+def unreached_positions(checkpoint: Checkpoint) -> list[str]:
+    """A line where sequences end before the positions that config.json names."""
+    content = checkpoint.config
+    family, config = family_of(content["model_type"]), DecoderConfig.from_dict(content)
+    named = config.rotary.positions(content.get("max_position_embeddings", family.defaults["max_position_embeddings"]))
+    if (most := config.max_position_embeddings) == named:
+        return []
+    return [f"config.json: sequences have up to {most:,} of {named:,} positions; weft does not compute the later ones"]
 
 
 def _check_keys(family: Family, content: Mapping[str, Any]) -> None:
@@ -387,8 +397,9 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         }
     if given.get("rope_type", given.get("type")) == "longrope":
         given = _long_rope(given, content)
-    # Keys of rope_parameters, too, may change nothing.
-    given = {key: value for key, value in given.items() if key not in family.without_effect}
+    # Keys of rope_parameters, too, may change nothing; Ministral 3's repeat the key of the whole.
+    unread = {*family.without_effect, "max_position_embeddings"}
+    given = {key: value for key, value in given.items() if key not in unread}
     partly = "partial_rotary_factor" in family.reads
     common = {"rope_theta": content["rope_theta"]}
     if partly:

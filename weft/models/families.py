@@ -11,14 +11,17 @@ from typing import Any
 from weft.arguments import did_you_mean, listed, quoted
 from weft.models.deepseek_v2 import DEEPSEEK_V2
 from weft.models.deepseek_v3 import DEEPSEEK_V3
+from weft.models.family import Family
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
 from weft.models.glm4 import GLM4
 from weft.models.glm4_moe import GLM4_MOE
+from weft.models.glm4_moe_lite import GLM4_MOE_LITE
 from weft.models.gpt_oss import GPT_OSS
 from weft.models.granite import GRANITE
 from weft.models.granitemoe import GRANITEMOE
 from weft.models.llama import LLAMA
+from weft.models.ministral3 import MINISTRAL3
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
 from weft.models.olmo2 import OLMO2
@@ -31,26 +34,34 @@ from weft.models.qwen3 import QWEN3
 from weft.models.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.qwen3_next import QWEN3_NEXT
+from weft.models.qwen3_vl import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from weft.models.seed_oss import SEED_OSS
 from weft.models.smollm3 import SMOLLM3
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS),
+        *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
-        *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-        *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS),
-        *(DEEPSEEK_V2, DEEPSEEK_V3),
+        *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_TEXT),
+        *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS, QWEN3_VL_MOE_TEXT),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
     )
 }
 """model_type -> the tables of its family."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""model_type of files whose authors' code is that of another family -> that family's."""
 PUBLISHED = {
     name: {"model_type": family.model_type, **content}
     for family in FAMILIES.values()
     for name, content in family.published.items()
 }
 """Name of a published model -> its config.json, as far as it counts."""
+
+
+def family_of(model_type: object) -> Family | None:
+    """Family of a model_type; None where weft has none."""
+    return FAMILIES.get(ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
 
 
 def published(name: object) -> Mapping[str, Any]:

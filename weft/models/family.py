@@ -198,6 +198,11 @@ def no_experts(content: Content) -> ExpertOptions | None:
     return None
 
 
+def no_limit(content: Content) -> int | None:
+    """All positions."""
+    return None
+
+
 def no_linear_attention(content: Content) -> LinearAttentionOptions | None:
     """Attention in every layer."""
     return None
@@ -235,6 +240,7 @@ class Family:
                   Where it gives some, rope_parameters of the rest may stand under "full_attention"
     block         options of the rest of a layer and of both ends, with the same errors
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
+    longest       most positions that weft computes as transformers does, with the same errors; None: all
     linear_attention  layers that have a state in place of keys and values, with the same errors; None: no layer has
     reads         keys that these functions read
     supported     keys that may have these values and no other ones, beside the keys of all families
@@ -250,6 +256,7 @@ class Family:
     window_rope: Callable[[Content], Content | None] = same_rope
     block: Callable[[Content], BlockOptions] = plain_block
     experts: Callable[[Content], ExpertOptions | None] = no_experts
+    longest: Callable[[Content], int | None] = no_limit
     linear_attention: Callable[[Content], LinearAttentionOptions | None] = no_linear_attention
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

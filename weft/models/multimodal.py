@@ -46,11 +46,14 @@ WRAPPERS = {
     "gemma3": Wrapper(architecture="Gemma3ForConditionalGeneration", text="gemma3_text", tied=True),
     "idefics3": Wrapper(architecture="Idefics3ForConditionalGeneration", text="llama"),
     "internvl": Wrapper(architecture="InternVLForConditionalGeneration", text="qwen2", tied=True),
+    "kimi_k25": Wrapper(architecture="KimiK25ForConditionalGeneration", text="deepseek_v3", tied=True),
     "llava": Wrapper(architecture="LlavaForConditionalGeneration", text="llama", text_may_tie=True),
     "llava_next": Wrapper(architecture="LlavaNextForConditionalGeneration", text="llama"),
     "mistral3": Wrapper(architecture="Mistral3ForConditionalGeneration", text="mistral", tied=True),
     "qwen3_5": Wrapper(architecture="Qwen3_5ForConditionalGeneration", text="qwen3_5_text"),
     "qwen3_5_moe": Wrapper(architecture="Qwen3_5MoeForConditionalGeneration", text="qwen3_5_moe_text"),
+    "qwen3_vl": Wrapper(architecture="Qwen3VLForConditionalGeneration", text="qwen3_vl_text"),
+    "qwen3_vl_moe": Wrapper(architecture="Qwen3VLMoeForConditionalGeneration", text="qwen3_vl_moe_text"),
     "smolvlm": Wrapper(architecture="SmolVLMForConditionalGeneration", text="llama"),
     "voxtral": Wrapper(architecture="VoxtralForConditionalGeneration", text="llama", assumed=VOXTRAL_TEXT),
 }
@@ -58,11 +61,15 @@ WRAPPERS = {
 
 # Sizes that transformers assumes: a text_config has keys that differ from its class's, the config.json of a text model has all.
 SIZES = {
+    "deepseek_v3": (129280, 7168, 18432, 61, 128),
     "gemma3_text": (262208, 2304, 9216, 26, 8),
     "llama": (32000, 4096, 11008, 32, 32),
     "mistral": (32000, 4096, 14336, 32, 32),
     "qwen2": (151936, 4096, 22016, 32, 32),
+    "ministral3": (131072, 4096, 14336, 34, 32),
     "qwen3": (151936, 4096, 22016, 32, 32),
+    "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
 }
 SIZE_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

@@ -100,7 +100,7 @@ class Yarn:
     def _attention_factor(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        both = self.mscale is not None and self.mscale_all_dim is not None
+        both = self.mscale and self.mscale_all_dim  # to transformers 0 is none
         over, under = (self.mscale, self.mscale_all_dim) if both else (1.0, 0.0)
         log = math.log(self.factor)
         return (0.1 * over * log + 1.0) / (0.1 * under * log + 1.0)
@@ -322,6 +322,10 @@ def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
 
 
+def _is_mscale(value: object) -> bool:
+    return _is_number(value, 0, 0) or _is_number(value, 1e-6, 1e6)
+
+
 def _are_numbers(values: object) -> bool:
     return isinstance(values, tuple) and all(_is_number(value, 1e-6, 1e6) for value in values)
 
@@ -333,6 +337,9 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "original_max_position_embeddings": (
         "a positive integer below 2**31",
         lambda value: is_integer(value) and 0 < value < 1 << 31,
+    ),
+    **dict.fromkeys(
+        ("mscale", "mscale_all_dim"), ("a number from 0.000001 to 1000000, or 0", lambda value: _is_mscale(value))
     ),
     "truncate": ("true or false", lambda value: isinstance(value, bool)),
     "partial_rotary_factor": ("a number above 0 and up to 1", lambda value: _is_number(value, 1e-6, 1)),

@@ -1,0 +1,63 @@
+"""GLM-4.7-Flash, with DeepSeek-V3's attention and GLM-4.5's experts: the tables of its family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models import deepseek_v3
+from weft.models.deepseek_v2 import LATENT_KEYS
+from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, WeightNames, table
+from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
+
+
+def experts(content: Content) -> ExpertOptions:
+    """Experts in the layers that mlp_layer_types calls sparse; without it in all but the first."""
+    options, types = sigmoid_experts(content), content.get("mlp_layer_types")
+    if types is None:
+        return options
+    layers = content["num_hidden_layers"]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types={quoted(types)} is not a list of 'dense' and 'sparse' for "
+            f"num_hidden_layers={layers}"
+        )
+    return replace(options, layers=tuple(kind == "sparse" for kind in types))
+
+
+GLM4_MOE_LITE = Family(
+    name="GLM-4.7-Flash",
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={
+        **DEFAULTS,
+        "num_key_value_heads": 20,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "rope_interleave": True,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
+    attention=deepseek_v3.attention,
+    experts=experts,
+    reads=(*LATENT_KEYS, *{*READS} - {"first_k_dense_replace"}, "rope_interleave", "mlp_layer_types"),
+    # transformers reads mlp_layer_types in its place.
+    supported={**SIGMOID_SUPPORTED, "first_k_dense_replace": (1, None)},
+    weights=WeightNames(shared_expert="shared_experts"),
+    # config.json of zai-org/GLM-4.7-Flash
+    published=table(SHAPE, {"glm-4.7-flash": (2048, 10240, 47, 20)}, vocab_size=154880, rope_theta=1e6),
+)

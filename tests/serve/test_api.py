@@ -199,6 +199,7 @@ BODIES = [
     ({"prompt": "1", "structured_outputs": {"xml": "x"}}, 400, "structured_outputs: "),
     ({"prompt": "1", "user": 5}, 400, "user=5 is not a string"),
     ({"prompt": "1", "metadata": "x"}, 400, "metadata='x' is not an object"),
+    ({"prompt": "1", "client_metadata": "x"}, 400, "client_metadata='x' is not an object"),
     ({"prompt": "1", "store": True}, 400, "store=True is not supported; leave it out"),
     ({"prompt": "1", "bad_words": "\ud800"}, 400, "bad_words is not text that UTF-8 can hold"),
     ({"prompt": "1", "stop": ["1", "\ud800"]}, 400, "stop is not text that UTF-8 can hold"),
@@ -257,6 +258,7 @@ def test_neutral_values_of_unsupported_fields_are_taken(client):
     neutral = {name: values[0] for name, values in fields.UNSUPPORTED.items() if values}
     neutral |= {"frequency_penalty": 0, "logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}
     neutral |= {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "flex", "safety_identifier": "x"}
+    neutral |= {"client_metadata": {"session": "1"}}
     neutral |= {"prompt_cache_key": "k", "parallel_tool_calls": True, "stream_options": {"include_usage": True}}
     answer = client.completions.create(model="adder", prompt="123+456=", extra_body=neutral)
     assert answer.choices[0].text == "579" and answer.usage.completion_tokens > 0

@@ -33,6 +33,17 @@ def http(served):
     return lambda: httpx.AsyncClient(transport=transport, base_url="http://weft")
 
 
+@pytest.mark.parametrize("length", [1 << 40, 10**60])
+def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(http, length):
+    async def main():
+        async with http() as client:
+            headers = {"content-type": "application/json", "content-length": str(length)}
+            answer = await client.post("/v1/completions", content=b"{", headers=headers)
+            assert answer.status_code == 413 and "the body has more than 16,777,216 bytes" in answer.text
+
+    asyncio.run(main())
+
+
 def test_a_text_of_a_million_characters_is_refused_untokenized(served, http, monkeypatch):
     """Alone, in a list and in a conversation. The body is not that of `served`, whose limit is lower."""
     monkeypatch.setattr(served.llm._reader, "_bound", TokenBound(served.llm.tokenizer))

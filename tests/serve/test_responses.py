@@ -202,7 +202,8 @@ def test_what_is_wrong_is_refused_by_name(body, param, message):
 def test_what_asks_for_nothing_is_taken(client):
     neutral = {"store": False, "background": False, "truncation": "disabled", "user": "me", "metadata": {"a": "b"},
                "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "service_tier": "auto",
-               "parallel_tool_calls": True, "prompt_cache_key": "k", "text": {"format": {"type": "text"}}}  # fmt: skip
+               "parallel_tool_calls": True, "prompt_cache_key": "k", "text": {"format": {"type": "text"}},
+               "extra_body": {"client_metadata": {"session": "1"}}}  # fmt: skip
     answer = ask(client, **neutral)
     assert answer.output_text == "46" and answer.metadata == {"a": "b"} and answer.user == "me"
 

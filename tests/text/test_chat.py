@@ -220,6 +220,10 @@ def test_what_cannot_be_rendered_is_refused(tmp_path):
         template.render([{"role": "assistant", "content": "x"}])
     with pytest.raises(ValueError, match=r"messages\[0\]='hello' is not a dictionary with a role"):
         template.render(["hello"])
+    for name, value in (("messages", []), ("add_generation_prompt", False)):
+        with pytest.raises(ValueError, match=f"variables of the chat template hold {name}=.*, which weft gives; leave"):
+            template.render([{"role": "user", "content": "x"}], {name: value})
+    template.render([{"role": "user", "content": "x"}], {"add_generation_prompt": True})
     with pytest.raises(ValueError, match="refuses these messages"):  # a sandbox
         ChatTemplate(
             directory_with(tmp_path, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")

@@ -30,6 +30,8 @@ from weft.serve.reply import Reply
 from weft.text.tokenizer import TokenBytes
 
 LONG_BODY_BYTES = 1 << 16
+# Of a body's length that Python reads as a number.
+MOST_DIGITS = 18
 # Between the seeds of two requests: odd, unlike the strides between prompts and between answers of one.
 SEED_STRIDE = 0xBF58476D1CE4E5B9
 # Status of a request whose client has left, as in the log of nginx.
@@ -252,11 +254,15 @@ async def body_of(request: Request, limit: int) -> bytearray:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no page of another site can send unasked
         raise ApiError(415, f"content-type {quoted(kind)} is not application/json; send JSON")
+    too_long = ApiError(413, f"the body has more than {limit:,} bytes; send less, or raise --max-body-bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > limit):
+        raise too_long
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > limit:
-            raise ApiError(413, f"the body has more than {limit:,} bytes; send less, or raise --max-body-bytes")
+            raise too_long
     return body
 
 

@@ -39,6 +39,7 @@ OF_CHAT = (
 OF_COMPLETIONS = (*OF_BOTH, "prompt", "echo")
 # Fields that say something of the client and ask for nothing of the model, with their type in JSON.
 NOT_OF_THE_MODEL: dict[str, type] = {
+    "client_metadata": dict,  # of Codex
     "metadata": dict,
     "parallel_tool_calls": bool,  # for tools, which say what it asks
     "prompt_cache_key": str,

@@ -141,6 +141,11 @@ class ChatTemplate:
         """
         if variables is not None and not isinstance(variables, Mapping):
             raise ValueError(f"variables={quoted(variables)} is not a dictionary")
+        for name, value in (variables or {}).items():
+            if name == "messages" or (name == "add_generation_prompt" and value is not True):
+                raise ValueError(
+                    f"variables of the chat template hold {name}={quoted(value)}, which weft gives; leave it out"
+                )
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages={quoted(messages)} is not a list of messages")
         for index, message in enumerate(messages):

@@ -42,17 +42,22 @@ SCRIPTS = [
     ),
     ("M --seed 42 --block-size 16 -pp 2 --load-format dummy", "M --seed 42 --block-size 16 -pp 2 --dummy-weights"),
     ("M --enable-lora --max-loras 4 --lora-modules sql=a --lora-modules b=c", "M --lora sql=a --lora b=c"),
+    ("M --language-model-only --disable-fastapi-docs --prefix-caching-hash-algo sha256 --port 1", "M --port 1"),
     ("M --prompt=--swap-space -- --swap-space 4", "M --prompt=--swap-space -- --swap-space 4"),
 ]
 REFUSED = {
-    "--swap-space 16": "--swap-space 16 is a flag of vLLM that weft has not; near it: none: a preempted request",
-    "--hf-overrides {}": "near it: none: edit config.json in a copy",
-    "--limit-mm-per-prompt {}": "near it: none: weft serves text",
-    "--generation-config vllm": "near it: none: generation_config.json of the checkpoint applies",
-    "--distributed-executor-backend ray": "near it: none: a process per GPU on this machine, and torchrun between",
-    "--data-parallel-size=2": "--data-parallel-size 2 is a flag of vLLM that weft has not; near it: none: start a server",
-    "--tokenizer x": "near it: none: put tokenizer.json into the checkpoint's directory",
-    "--revision main": "near it: MODEL@REVISION comes near",
+    "--swap-space 16": "--swap-space 16 is a flag of vLLM that weft has not: a preempted request",
+    "--hf-overrides {}": "weft has not: edit config.json in a copy",
+    "--limit-mm-per-prompt {}": "weft has not: weft serves text",
+    "--generation-config vllm": "weft has not: generation_config.json of the checkpoint applies",
+    "--distributed-executor-backend ray": "weft has not: a process per GPU on this machine, and torchrun between",
+    "--data-parallel-size=2": "--data-parallel-size 2 is a flag of vLLM that weft has not: start a server",
+    "--tokenizer x": "weft has not: put tokenizer.json into the checkpoint's directory",
+    "--chat-template x.jinja": "--chat-template x.jinja is a flag of vLLM that weft has not: put chat_template.jinja into",
+    "--default-chat-template-kwargs={}": "weft has not: send chat_template_kwargs with each request",
+    "--uds /tmp/x": "--uds /tmp/x is a flag of vLLM that weft has not: --host and --port come near",
+    "--enable-log-requests": "weft has not: requests are not logged; /metrics counts them",
+    "--revision main": "weft has not: MODEL@REVISION comes near",
 }
 
 

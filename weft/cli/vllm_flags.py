@@ -112,6 +112,11 @@ FLAGS = (
     _nothing("--enable-auto-tool-choice", note="tools are parsed where a request has some"),
     _nothing("--trust-remote-code", note="weft runs no code of a checkpoint"),
     _nothing("--enable-chunked-prefill", note="prompts are always read in chunks"),
+    _nothing("--enable-reasoning", note="reasoning is parsed by the chat template, or by --reasoning-parser"),
+    _nothing("--language-model-only", note="weft serves text"),
+    _nothing("--disable-fastapi-docs", note="there are none"),
+    _nothing("--max-seq-len-to-capture", valued=True, note="graphs are of all lengths"),
+    _nothing("--prefix-caching-hash-algo", valued=True, values=("sha256", "sha256_cbor"), note="none: it is SHA-256"),
     _nothing("--async-scheduling", note="the host always runs a step ahead"),
     _nothing(
         "--disable-log-requests",
@@ -145,6 +150,18 @@ FLAGS = (
         "--max-loras", "--max-lora-rank", valued=True, note="all adapters of --lora stay on the GPUs, ranks up to 64"
     ),
     _lacking("--tokenizer", near="none: put tokenizer.json into the checkpoint's directory"),
+    _lacking("--chat-template", near="none: put chat_template.jinja into the checkpoint's directory"),
+    _lacking("--chat-template-content-format", near="none: a template gets text"),
+    _lacking("--default-chat-template-kwargs", near="none: send chat_template_kwargs with each request"),
+    _lacking(
+        "--skip-tokenizer-init",
+        valued=False,
+        near="none: requests may have token ids, and get them by return_token_ids",
+    ),
+    _lacking("--hf-token", near="none: `hf download` takes it"),
+    _lacking("--tokenizer-revision", "--code-revision", "--hf-config-path", near="MODEL@REVISION comes near"),
+    _lacking("--model-impl", near="none: docs/models.md lists what weft runs"),
+    _lacking("--model-loader-extra-config", "--safetensors-load-strategy", near="none: each rank reads its slices"),
     _lacking("--revision", near="MODEL@REVISION comes near"),
     _lacking("--download-dir", near="none: weft downloads nothing, and reads the cache of `hf download`"),
     _lacking("--hf-overrides", "--rope-scaling", "--rope-theta", near="none: edit config.json in a copy"),
@@ -152,6 +169,13 @@ FLAGS = (
     _lacking("--no-enable-chunked-prefill", valued=False, near="none: raise --chunk-tokens to the longest prompt"),
     _lacking("--long-prefill-token-threshold", near="--chunk-tokens comes near"),
     _lacking("--num-gpu-blocks-override", near="--gpu-memory-utilization comes near"),
+    _lacking("--kv-cache-memory-bytes", near="--memory-fraction comes near"),
+    _lacking("--kv-offloading-size", "--kv-offloading-backend", near="none: no cache goes to the host"),
+    _lacking("--calculate-kv-scales", valued=False, near="none: scales of an fp8 cache are the checkpoint's, else 1"),
+    _lacking("--disable-sliding-window", valued=False, near="none: --max-seq-len below the window comes near"),
+    _lacking("--max-num-partial-prefills", "--max-long-partial-prefills", near="--chunk-tokens comes near"),
+    _lacking("--speculative-model", "--num-speculative-tokens", near="--speculative-config comes near"),
+    _lacking("--stream-interval", near="none: text goes out when it is there"),
     _lacking("--preemption-mode", near="none: a preempted request is computed again"),
     _lacking("--guided-decoding-backend", "--structured-outputs-config", near="none: llguidance compiles grammars"),
     _lacking("--compilation-config", "-O", near="none: Triton compiles what a model needs; --no-warm-up captures late"),
@@ -169,6 +193,26 @@ FLAGS = (
         "--middleware",
         near="none: a proxy before the server sets them",
     ),  # fmt: skip
+    _lacking("--allow-credentials", valued=False, near="none: a proxy before the server sets them"),
+    _lacking("--uds", near="--host and --port come near"),
+    _lacking("--log-config-file", near="-v and -vv come near"),
+    _lacking("--enable-log-requests", valued=False, near="none: requests are not logged; /metrics counts them"),
+    _lacking("--enable-server-load-tracking", valued=False, near="/metrics comes near (Prometheus)"),
+    _lacking("--enable-request-id-headers", valued=False, near="none: an answer has its id"),
+    _lacking("--enable-prompt-tokens-details", valued=False, near="none: /metrics counts cached tokens"),
+    _lacking("--enable-force-include-usage", valued=False, near="none: send stream_options.include_usage"),
+    _lacking("--return-tokens-as-token-ids", valued=False, near="none: send return_token_ids"),
+    _lacking(
+        "--tool-parser-plugin", "--reasoning-parser-plugin", near="--tool-call-parser and --reasoning-parser come near"
+    ),
+    _lacking("--tool-server", near="none: clients run tools"),
+    _lacking("--enable-sleep-mode", valued=False, near="none: end the server, and start it again"),
+    _lacking("--data-parallel-rank", "--data-parallel-address", near="none: start a server per group of GPUs"),
+    _lacking(
+        "--nnodes", "--node-rank", "--master-addr", "--master-port", near="torchrun comes near (docs/nodes-launch.md)"
+    ),
+    _lacking("--all2all-backend", "--moe-backend", near="none: the plan of a step chooses (weft doctor, -vv)"),
+    _lacking("--enable-eplb", "--enable-dbo", valued=False, near="none: --expert-layout comes near"),
     _lacking("--api-server-count", "-asc", near="none: one process answers HTTP"),
     _lacking("--kv-transfer-config", "--kv-events-config", near="none: prompts are read where they are answered"),
     _lacking("--otlp-traces-endpoint", near="/metrics comes near (Prometheus)"),
@@ -204,7 +248,7 @@ def rewritten(words: Sequence[str], command: str = "serve") -> list[str]:
         stand_for = None if flag.words is None else flag.words(value)
         if stand_for is None:
             given = f"{name} {shortened(value)}" if value else name
-            raise ValueError(f"{given} is a flag of vLLM that weft has not; near it: {flag.note}")
+            raise ValueError(f"{given} is a flag of vLLM that weft has not: {flag.note.removeprefix('none: ')}")
         result += stand_for
     return result
 

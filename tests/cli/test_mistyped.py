@@ -43,6 +43,9 @@ MISTYPED = {
     "serve qwen3-8b": "names the sizes of a published model, without its weights",
     "serve nosuch": "no such directory",
     "serve --mode auto2": "; did you mean auto?",
+    "generate --tune-cache x": "--tune-cache x goes with --tune; pass both, or neither",
+    "doctor --costs x": "--costs x goes with --measure; pass both, or neither",
+    "doctor --nodes --measure": "--nodes and --measure measure different things; pass one",
 }  # fmt: skip
 
 SCRIPT = """

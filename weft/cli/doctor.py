@@ -35,6 +35,11 @@ def doctor(
 
     Exit status 1: nothing can run.
     """
+    with one_line_errors(traceback=False):
+        if nodes and measure:
+            raise ValueError("--nodes and --measure measure different things; pass one")
+        if costs is not None and not measure:
+            raise ValueError(f"--costs {costs} goes with --measure; pass both, or neither")
     if nodes:
         _print_links(as_json)
         return

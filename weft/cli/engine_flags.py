@@ -210,6 +210,8 @@ class EngineFlags:
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.tune_seconds is not None and not self.tune:
             raise ValueError(f"--tune-seconds {self.tune_seconds:g} goes with --tune; pass both, or neither")
+        if self.tune_cache is not None and not self.tune:
+            raise ValueError(f"--tune-cache {self.tune_cache} goes with --tune; pass both, or neither")
         if self.dummy_weights and self.model is not None:
             published(self.model)
         elif self.model is not None:

@@ -55,6 +55,13 @@ CONFIGS = {
     "compressed-static": compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
     "tensor": {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head", "gate"]},
     "static": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "gate"]},
+    "mistral": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "dequantize": False,
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "lm_head", "gate"],
+    },
     "modelopt": {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
@@ -64,8 +71,8 @@ CONFIGS = {
     },
 }
 """Name of a format -> its quantization_config."""
-SCHEMES = {"compressed-block": "block", "compressed-static": "tensor", "static": "tensor", "modelopt": "tensor"}
-STATIC = ("compressed-static", "static", "modelopt")
+STATIC = ("compressed-static", "static", "mistral", "modelopt")
+SCHEMES = {"compressed-block": "block", **dict.fromkeys(STATIC, "tensor")}
 PROJECTION = re.compile(r".*\.(?:[qkvo]|gate|up|down)_proj\.weight|.*\.experts\.\d+\.w[123]\.weight")
 
 
@@ -150,6 +157,8 @@ class Fp8Experts(nn.Module):
 
 def names_of(name):
     """(tensor of the scales, of the inputs' scale or None) in this format, below a matrix's name."""
+    if name == "mistral":
+        return "weight_scale_inv", "activation_scale"
     return "weight_scale_inv" if name == "block" else "weight_scale", "input_scale" if name in STATIC else None
 
 
@@ -167,7 +176,7 @@ def write(directory, source, name, quantization=None, scale_dtype=torch.float32)
             data, scales = quantized(tensor, scheme_of(name))
             scales = scales.to(scale_dtype)
             if scheme_of(name) == "tensor":
-                scales = scales.reshape(() if name == "modelopt" else (1,))
+                scales = scales.reshape(() if name in ("mistral", "modelopt") else (1,))
             tensors[key], tensors[f"{prefix}.{scale}"] = data.contiguous(), scales
             if input_scale is not None:
                 tensors[f"{prefix}.{input_scale}"] = torch.tensor(0.002 + 0.004 * (len(prefix) % 3)).view(scales.shape)

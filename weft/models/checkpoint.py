@@ -108,6 +108,10 @@ class Checkpoint:
         """True if there is a tensor of this name."""
         return name in self._files()
 
+    def has_any(self, end: str) -> bool:
+        """True if there is a tensor whose name ends so."""
+        return any(name.endswith(end) for name in self._files())
+
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor of this name, on the host."""
         file, stored = self._files()[name]

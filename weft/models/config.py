@@ -259,6 +259,8 @@ class DecoderConfig:
         if not content.get("quantization_config") and (quantization := modelopt_file(checkpoint)):
             content = {**content, "quantization_config": quantization}
         config = cls.from_dict(content)
+        if config.quantization is not None:
+            config = replace(config, quantization=config.quantization.named_in(checkpoint))
         names = config.family.weights
         if config.tie_word_embeddings and checkpoint.differ(f"{names.embedding}.weight", f"{names.head}.weight"):
             return replace(config, tie_word_embeddings=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -85,6 +85,17 @@ class Quantization:
             )
         check_cache_scheme(content)
         return reader(content)
+
+    def named_in(self, checkpoint: Checkpoint) -> Quantization:
+        """The same with the names that scales have there.
+
+        vLLM's fp8 of whole tensors names them weight_scale and input_scale, transformers' (Mistral's files) as below.
+        """
+        form = self.format
+        of_vllm = isinstance(form, Fp8Format) and form.scheme == "tensor" and form.scale == "weight_scale"
+        if not of_vllm or checkpoint.has_any(".weight_scale") or not checkpoint.has_any(".weight_scale_inv"):
+            return self
+        return replace(self, format=replace(form, scale="weight_scale_inv", inputs="activation_scale"))
 
     def ignores(self, name: str) -> bool:
         """True for a module of 16 bits."""

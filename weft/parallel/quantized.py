@@ -38,13 +38,14 @@ class Fp8Format:
 
     scheme         a scale for each "block" of 128 x 128, each "channel" (row), or for the whole "tensor"
     scale          name of the scales' tensor; None: weights are of 16 bits there, and quantized as they are read
-    static_inputs  activations have one scale, ``input_scale`` of the checkpoint; else they are scaled as they are quantized, in
+    static_inputs  activations have one scale, ``inputs`` of the checkpoint; else they are scaled as they are quantized, in
                    groups of 128 columns with blocks, by tokens without
     """
 
     scheme: Scheme
     scale: str | None = None
     static_inputs: bool = False
+    inputs: str = "input_scale"
     # As of FourBitFormat.
     name, bits = "fp8", 8
 
@@ -117,7 +118,11 @@ class Fp8Scales(nn.Module):
         """Shard of the inputs' scale of one checkpoint matrix, if they have one."""
         if self.input_scale is None:
             return {}
-        return {f"{name}.input_scale": LargestShard(target=self.input_scale.data, shape=(1, 1), replicated=True)}
+        return {
+            f"{name}.{self.grid.format.inputs}": LargestShard(
+                target=self.input_scale.data, shape=(1, 1), replicated=True
+            )
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

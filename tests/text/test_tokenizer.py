@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from weft.errors import CheckpointError
 from weft.text.stream import TextStream, token_texts
-from weft.text.tokenizer import load_tokenizer, spellings, token_ids_of
+from weft.text.tokenizer import AS_IT_IS, load_tokenizer, spellings, token_ids_of
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +208,12 @@ CLASSES = [
     *(("qwen3", of_letters, {"tokenizer_class": "GPT2TokenizerFast"} | config) for config in PREFIXES),
     *(
         (kind, of_sentences, {"tokenizer_class": name, "add_prefix_space": False})
-        for kind in ("llama", "mistral", "mixtral", "qwen3", "seed_oss")
+        for kind in ("llama", "mistral", "qwen3", "seed_oss")
         for name in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Unheard", None)
         if (kind, name) != ("qwen3", None)  # a class that has no use for these pieces
     ),
+    *((kind, of_sentences, {"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": False}) for kind in AS_IT_IS[1:]),
+    *(("granite", of_letters, {"tokenizer_class": "GPT2Tokenizer"} | config) for config in PREFIXES),
 ]  # fmt: skip
 TEXTS = ("a bc", "abc", " a", "  b", "<s>a b</s> a", "a</s>b<s> a", "</s>", "é a", "\nb", "")
 

@@ -68,6 +68,11 @@ DEFAULTS: dict[str, Mapping[str, str]] = {
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
 }
 """Class that builds its tokenizer itself -> special tokens whose names tokenizer_config.json may leave out."""
+AS_IT_IS = (
+    *("mistral", "ministral3", "mixtral", "mistral3", "voxtral", "olmo2", "olmo3", "granite", "granitemoe", "phi3"),
+    *("glm4", "glm4_moe", "glm4_moe_lite", "kimi_k25", "llava", "llava_next", "smolvlm"),
+)
+"""Types of models whose tokenizer.json transformers 5 takes as it is, whatever class is named."""
 
 
 def class_of(directory: Path, config: Mapping[str, Any]) -> str:
@@ -78,7 +83,7 @@ def class_of(directory: Path, config: Mapping[str, Any]) -> str:
     sizes = read_object(directory / "config.json") if (directory / "config.json").exists() else {}
     model_type = str(sizes.get("model_type"))
     named = str(config.get("tokenizer_class") or sizes.get("tokenizer_class") or "").removesuffix("Fast")
-    if model_type in ("mistral", "mixtral"):
+    if model_type in AS_IT_IS:
         return ""
     if model_type == "qwen2" or (not named and model_type.startswith("qwen")):
         return "Qwen2Tokenizer"

@@ -161,7 +161,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """GEMMs of fp8 operands: constants in place of those of ``Gemms``.
+    """GEMMs of fp8 operands: constants that replace the ones in ``Gemms``.
 
     block, channel     pace of a tile with scales of blocks, and of rows
     few, rows, slow, sums  as of ``Gemms``

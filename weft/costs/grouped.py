@@ -113,7 +113,7 @@ def waves(gpu: Gpu, experts: Experts, N: int, columns: int) -> int:
 
 
 def row_tiles(experts: Experts) -> float:
-    """Tiles of pairs: of an expert with more than a block of them the last one is half full in the mean."""
+    """Tiles of pairs: an expert of more than a block has a last one that is half full in the mean."""
     return max(experts.hit, experts.pairs / block_of(experts) + experts.hit / 2)
 
 

@@ -25,7 +25,7 @@ YARN = {
 
 
 def longest(content: Content) -> int | None:
-    """Positions before those whose queries are scaled, by 1 + beta * log(1 + position // original ones)."""
+    """Positions before the ones with scaled queries, by 1 + beta * log(1 + position // original ones)."""
     parameters = content.get("rope_scaling") or content.get("rope_parameters")
     given = parameters if isinstance(parameters, Mapping) else {}
     beta, original = given.get(BETA), given.get("original_max_position_embeddings")

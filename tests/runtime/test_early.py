@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -275,8 +276,11 @@ def test_a_launch_takes_processes_that_its_caller_has_started(monkeypatch, world
         launch.launch_early(says, world_size, device, made)
 
 
-def test_a_launch_of_virtual_ranks_leaves_processes_waiting():
-    assert launch.launch_early(rank_and_offset, 2, "sim", object(), args=(10,)) == [10, 11]
+def test_a_launch_of_virtual_ranks_ends_the_processes_first():
+    closed = []
+    waiting = SimpleNamespace(close=lambda: closed.append(True))
+    assert launch.launch_early(rank_and_offset, 2, "sim", waiting, args=(10,)) == [10, 11]
+    assert closed == [True]
 
 
 def rank_and_offset(team, offset):

@@ -192,7 +192,9 @@ def descriptors_are_values_with_builtins(_: pytest.MonkeyPatch) -> bool:
     return isinstance(value, kind) and value.dtype == tl.float32 and list(value.block_shape) == TWO_BY_FOUR
 
 
-def block_pointers_are_told_from_pointers(_: pytest.MonkeyPatch) -> bool:
+def block_pointers_are_told_from_pointers(patch: pytest.MonkeyPatch) -> bool:
+    if VERSION >= (3, 8):  # asks numbers for it, as it may while a kernel runs
+        patch.setattr(tl.tensor, "shape", property(patching._shape), raising=False)
     one = tl.constexpr(1)
     shape, order = TWO_BY_FOUR, [one, tl.constexpr(0)]
     made = tl.make_block_ptr(POINTER, shape, [tl.constexpr(4), one], [one, one], shape, order, _semantic=SEMANTIC)

@@ -156,6 +156,15 @@ def schedule(gpu: Gpu, tokens: int) -> float:
     return gpu.launch + 1.8 + tokens * 1.3e-3
 
 
+# Bytes of all ranks' rows up to which an AG-MoE gathers them first.
+SEQUENTIAL_BYTES = 4 << 20
+
+
+def gathers_first(experts: Experts) -> bool:
+    """True if an AG-MoE of all ranks' tokens is sequential by plan."""
+    return experts.tokens * experts.hidden * experts.sent <= SEQUENTIAL_BYTES
+
+
 def ag_moe(gpu: Gpu, fitted: Fitted, experts: Experts, world_size: int) -> dict[str, float]:
     """Rows of all ranks, and their grouped GEMM with gate and up.
 

@@ -113,7 +113,13 @@ def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: G
     count, _ = OPS[name]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
-    return OPS[name][1](gpu, fitted.shipped(variant), Asked(variant, shape, item, world_size))
+    asked = Asked(variant, shape, item, world_size)
+    times = OPS[name][1](gpu, fitted.shipped(variant), asked)
+    if name != AG_MOE or world_size == 1:
+        return times
+    # Plans go by bytes, and so does what is predicted.
+    planned = "sequential" if grouped.gathers_first(asked.every) else "fused"
+    return {planned: times[planned]}
 
 
 def costs(gpu: Gpu, of: fitted.Fitted, name: str, asked: Asked) -> dict[str, float]:
@@ -287,6 +293,7 @@ def _gathered_prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, fl
     return {"gathered": started + max(part, copied) + min(part, copied) / W}
 
 
+AG_MOE = "all_gather_grouped_matmul_silu_mul"
 # Name -> (number of sizes, costs). N of a GEMM with silu counts results, of gate and up each.
 OPS: dict[str, tuple[int, Costs]] = {
     "matmul": (3, lambda gpu, of, asked: _one(_gemm(gpu, of, asked, asked.shape[1]))),
@@ -305,7 +312,7 @@ OPS: dict[str, tuple[int, Costs]] = {
     "moe_combine": (6, lambda gpu, of, asked: exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)),
     "grouped_matmul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=False)),
     "grouped_matmul_silu_mul": (6, lambda gpu, of, asked: _experts(gpu, of, asked, gated=True)),
-    "all_gather_grouped_matmul_silu_mul": (
+    AG_MOE: (
         6, _moved(lambda gpu, of, asked: grouped.ag_moe(gpu, of, asked.every, asked.world_size), gated=True),
     ),
     "grouped_matmul_reduce_scatter": (

@@ -135,16 +135,22 @@ class AsyncLLM:
         start = self._start if early is None or kind is VirtualRanks else partial(self._start, early=early)
         has_text = self.directory is not None and has_tokenizer(self.directory)
         # The ranks wait for no tokenizer, which takes 0.5 s where it has 150,000 tokens.
-        with ThreadPoolExecutor(1, "weft tokenizer") as beside:
-            tokenizer = beside.submit(load_tokenizer, self.directory) if has_text else None
+        beside = ThreadPoolExecutor(1, "weft tokenizer")
+        tokenizer = beside.submit(load_tokenizer, self.directory) if has_text else None
+        beside.shutdown(wait=False)
+        try:
             self._ranks: Processes | VirtualRanks = start()
-        if tokenizer is not None:
-            try:
+        except Exception:
+            if tokenizer is not None:
+                tokenizer.result()  # ranks read it too: its own error says more than theirs
+            raise
+        try:
+            if tokenizer is not None:
                 self.tokenizer = tokenizer.result()
-            except BaseException:
-                self._ranks.close()
-                raise
-            self._reader = PromptReader(self.tokenizer, self.max_seq_len)
+                self._reader = PromptReader(self.tokenizer, self.max_seq_len)
+        except BaseException:
+            self._ranks.close()
+            raise
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

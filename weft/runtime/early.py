@@ -118,9 +118,9 @@ def early_processes(
         yield None
         return
     processes = EarlyProcesses(count, modules, later=later, gpus=visible_gpus(), first_gemm=first_gemm)
-    # torch asks it for the number of GPUs, which this process needs before ranks have work.
-    threading.Thread(target=_init_nvml, name="weft NVML", daemon=True).start()
     try:
+        # torch asks it for the number of GPUs, which this process needs before ranks have work.
+        threading.Thread(target=_init_nvml, name="weft NVML", daemon=True).start()
         yield processes
     finally:
         processes.close()
@@ -175,12 +175,14 @@ class Preparation:
 
     def __str__(self) -> str:
         """Parts and seconds after `begin`, in the order in which they were done."""
-        return ", ".join(f"{part} {second:.2f} s" for second, part in sorted((s, p) for p, s in self._done.items()))
+        return ", ".join(
+            f"{part} {second:.2f} s" for second, part in sorted((s, p) for p, s in self._done.copy().items())
+        )
 
 
 def _init_nvml() -> None:
     """Initialise NVML, which torch asks for the number of GPUs, and for links as it makes a heap."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2()
 
 

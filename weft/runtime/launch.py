@@ -129,9 +129,14 @@ def launch_early(
     heap_bytes: int | None = None,
 ) -> list[Any]:
     """Run ``main(team, *args)`` as ``launch`` does; ranks on GPUs take the processes of ``early``, if any."""
+    from weft.runtime.triton_interpret import refuse_triton_interpret
+
+    refuse_triton_interpret()
     if early is None or is_simulated(world_size, device):
+        if early is not None:
+            early.close()
         return launch(main, world_size, device, args=args, heap_bytes=heap_bytes)
-    gpus = _gpus()
+    gpus, heap_bytes = _gpus(), check_heap_bytes(heap_bytes)
     world_size = gpus if world_size is None else positive("world_size", world_size)
     _check_gpus(world_size, gpus, False)
     return _spawn(main, world_size, args, heap_bytes, False, None, _Watched(early=early))

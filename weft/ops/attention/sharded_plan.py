@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Pairs of a sequence and a KV head up to which more than two ranks merge in a second kernel. Four H200s, one sequence of 32
-# query heads: 4 pairs 17.6 us in a row, 23.0 in one kernel; 8 and 12 pairs within 1 us (results/h200-x4-long, lab/h200-regret).
+# query heads: 4 pairs 17.6 us in a row, 23.0 in one kernel; 8 and 12 pairs of 16 to 32 partials within 1 us
+# (results/h200-x4-long, lab/h200-regret).
 FEW_PAIRS = 4
 # Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
 SHARED_BYTES = 227 << 10

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int
+from weft.costs.grouped import SEQUENTIAL_BYTES
 from weft.kernels.fp8 import (
     E4M3,
     Fp8,
@@ -309,14 +310,14 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         return None if refuses else planned
 
     def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
-        """By bytes in all: up to 4 MiB of two ranks, 8 of more, moe_dispatch sends all in one hop.
+        """By bytes in all: up to 4 MiB moe_dispatch sends all in one hop.
 
         Two H200s, µs: 512 tokens of 2048 136 instead of 141, 2048 tokens 290 and 288, 4096 tokens 484 and 456. Four: 128 tokens
-        of gpt-oss-120b 276 instead of 297 (lab/h200-regret/regret-all-w4.json); 512 tokens of 2048 take 148 fused, and their
-        GEMM alone 100, moe_dispatch some 24: there and beyond the sequence was not measured.
+        of gpt-oss-120b (3 MB) 276 instead of 297 (lab/h200-regret/regret-all-w4.json). There 512 tokens of 2048 (8 MB) take 148
+        fused, their GEMM alone 100 and moe_dispatch some 24: the sequence was not measured.
         """
         whole = machine.world_size * call.tokens * row_bytes(call.dispatch(machine))
-        if whole <= (4 if machine.world_size == 2 else 8) << 20:
+        if whole <= SEQUENTIAL_BYTES:
             return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
         if channel_bytes(whole) > machine.heap_bytes // 2:
             return "sequential", f"{whole:,} bytes of rows in all, whose receive buffers leave no room in the heap"

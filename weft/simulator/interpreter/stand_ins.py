@@ -101,6 +101,7 @@ class StandIns:
         cache_modifier: Text = "",
         eviction_policy: Text = "",
         volatile: Flag = False,
+        _semantic: object = None,
     ) -> tl.tensor:
         if _is_block_pointer(pointer):
             return self._stock_load(pointer, mask, other, boundary_check, padding_option)

@@ -111,6 +111,26 @@ def test_floats_and_packed_registers(assembly, pack, dtype, to, expected):
     torch.testing.assert_close(out, expected(x, y).to(out.dtype), atol=0, rtol=2e-7 if dtype == to == "float32" else 0)
 
 
+@pytest.mark.parametrize(
+    ("assembly", "dtype", "expected"),
+    [
+        ("max.f32 $0, $1, $2;", "float32", torch.fmax),
+        ("min.ftz.f32 $0, $1, $2;", "float32", torch.fmin),
+        ("max.NaN.f32 $0, $1, $2;", "float32", torch.maximum),
+        ("min.bf16x2 $0, $1, $2;", "bfloat16", torch.fmin),
+        ("max.NaN.f16x2 $0, $1, $2;", "float16", torch.maximum),
+    ],
+)
+def test_modifiers_of_floats(assembly, dtype, expected):
+    """On NaN, infinities, and values that round, saturate or change sign."""
+    nan, inf, kind = float("nan"), float("inf"), getattr(torch, dtype)
+    x = torch.tensor([nan, 0.3, -1.7, 2.5, 3.5, -inf, 300.0, nan]).to(kind)
+    y = torch.tensor([1.5, nan, 0.7, -0.5, 2.0, -1.0, 0.25, nan]).to(kind)
+    out = torch.zeros(8, dtype=kind)
+    simulate(lambda _: computes_floats[(1,)](x, y, out, assembly, 4 // x.itemsize), 1)
+    torch.testing.assert_close(out, expected(x, y), atol=0, rtol=0, equal_nan=True)
+
+
 @triton.jit
 def thread():
     return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)

@@ -50,7 +50,8 @@ _COMPARISONS = {
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-_ARITHMETIC = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
+_SUMS = {"add": np.add, "sub": np.subtract}
+_EXTREMES = {"min": numerics.minimum, "max": numerics.maximum}
 # Functions of floats, in fp64 and rounded once.
 _FUNCTIONS: dict[str, Callable] = {
     "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
@@ -109,8 +110,10 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
         return np.where(sources[2] != 0, raw(values[0]()), raw(values[1]()))
     if name in _LOGIC:
         return raw(_LOGIC[name](values[0](), values[1]()))
-    if name in _ARITHMETIC:
-        return raw(_ARITHMETIC[name](values[0](), values[1]()))
+    if name in _SUMS:
+        return raw(_SUMS[name](values[0](), values[1]()))
+    if name in _EXTREMES:
+        return raw(_EXTREMES[name](values[0](), values[1](), "NaN" in modifiers))
     if name == "not":
         return raw(values[0]() ^ np.uint8(1) if kind == "pred" else ~values[0]())
     if name in ("neg", "abs"):

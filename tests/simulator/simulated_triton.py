@@ -223,6 +223,8 @@ above 1 it takes arithmetic and registers.
 | descriptor stores | `cp.async.bulk.wait_group 0` completes them, with `.read` not; `cp.async.bulk.commit_group` |
 | arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
 | floats | `div`, `rcp`, `sqrt`, `rsqrt`, `ex2`, `lg2`, `sin`, `cos`, `tanh`, in fp64 and rounded once |
+| modifiers | `.rn`, `.ftz` and `.approx` change nothing, subnormals are kept; `.sat`, `.relu`, `.satfinite`, `.NaN` \
+of floats; other roundings only in `cvt`: `.rz`, `.rni`, `.rzi`, `.rmi`, `.rpi` |
 | packed types | arithmetic of `f16x2`, `bf16x2`, `f32x2`, `s16x2`, `u16x2`; `cvt` also of `e4m3x2` and `e5m2x2` |
 | registers | `mov`, also of parts (`mov.b64 {{a, b}}, c`) and vectors (`mov.v4.b32`); `cvt`, `cvta`, `setp`, `selp` |
 | control | `bra` with labels and predicates, `ret`, `exit`; `nanosleep` and `prefetch` do nothing |

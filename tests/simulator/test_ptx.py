@@ -119,8 +119,29 @@ def test_floats_and_packed_registers(assembly, pack, dtype, to, expected):
         ("max.NaN.f32 $0, $1, $2;", "float32", torch.maximum),
         ("min.bf16x2 $0, $1, $2;", "bfloat16", torch.fmin),
         ("max.NaN.f16x2 $0, $1, $2;", "float16", torch.maximum),
+        ("add.sat.f32 $0, $1, $2;", "float32", lambda x, y: (x + y).nan_to_num(0).clamp(0, 1)),
+        ("add.sat.f16x2 $0, $1, $2;", "float16", lambda x, y: (x + y).nan_to_num(0).clamp(0, 1)),
+        ("mul.sat.f32 $0, $1, $2;", "float32", lambda x, y: (x * y).nan_to_num(0).clamp(0, 1)),
+        ("fma.rn.relu.bf16x2 $0, $1, $2, $2;", "bfloat16", lambda x, y: (x.double() * y + y).to(x.dtype).relu()),
+        ("cvt.rni.f32.f32 $0, $1;", "float32", lambda x, y: x.round()),
+        ("cvt.rmi.f32.f32 $0, $1;", "float32", lambda x, y: x.floor()),
+        ("cvt.rpi.f32.f32 $0, $1;", "float32", lambda x, y: x.ceil()),
+        ("cvt.rzi.f32.f32 $0, $1;", "float32", lambda x, y: x.trunc()),
+        ("cvt.sat.f32.f32 $0, $1;", "float32", lambda x, y: x.nan_to_num(0).clamp(0, 1)),
+        ("{.reg .s32 a; cvt.rmi.s32.f32 a, $2; cvt.rn.f32.s32 $0, a;}", "float32", lambda x, y: y.floor().nan_to_num(0)),
+        ("{.reg .s16 a; cvt.rni.sat.s8.f32 a, $1; cvt.rn.f32.s8 $0, a;}", "float32",
+         lambda x, y: x.round().nan_to_num(0).clamp(-128, 127)),
+        ("{.reg .b32 a; cvt.rzi.s32.f32 a, $1; cvt.sat.u8.s32 a, a; cvt.rn.f32.u8 $0, a;}", "float32",
+         lambda x, y: x.trunc().nan_to_num(0).clamp(0, 255)),
+        ("{.reg .b32 a; .reg .b16 b, c; cvt.rn.relu.f16x2.f32 a, $1, $2; mov.b32 {b, c}, a; cvt.f32.f16 $0, c;}", "float32",
+         lambda x, y: x.half().relu().float()),
+        ("{.reg .b32 a; .reg .b16 b, c; cvt.rn.satfinite.bf16x2.f32 a, $1, $2; mov.b32 {b, c}, a; cvt.f32.bf16 $0, c;}",
+         "float32", lambda x, y: x.clamp(min=torch.finfo(torch.bfloat16).min).bfloat16().float()),
+        ("{.reg .b16 a; .reg .b32 b; .reg .b16 c, d; cvt.rn.satfinite.relu.e4m3x2.f32 a, $1, $2;"
+         "cvt.rn.f16x2.e4m3x2 b, a; mov.b32 {c, d}, b; cvt.f32.f16 $0, d;}", "float32",
+         lambda x, y: x.relu().to(torch.float8_e4m3fn).float()),
     ],
-)
+)  # fmt: skip
 def test_modifiers_of_floats(assembly, dtype, expected):
     """On NaN, infinities, and values that round, saturate or change sign."""
     nan, inf, kind = float("nan"), float("inf"), getattr(torch, dtype)
@@ -129,6 +150,20 @@ def test_modifiers_of_floats(assembly, dtype, expected):
     out = torch.zeros(8, dtype=kind)
     simulate(lambda _: computes_floats[(1,)](x, y, out, assembly, 4 // x.itemsize), 1)
     torch.testing.assert_close(out, expected(x, y), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "assembly",
+    [
+        "min.xorsign.abs.f32 $0, $1, $2;", "add.rz.f32 $0, $1, $2;", "mul.rz.f32 $0, $1, $2;", "div.rz.f32 $0, $1, $2;",
+        "fma.rp.f32 $0, $1, $2, $2;", "add.sat.s32 $0, $1, $2;", "cvt.rm.f16.f32 $0, $1;", "cvt.rz.f32.s32 $0, $1;",
+        "cvt.s32.f32 $0, $1;", "cvt.rs.bf16x2.f32 $0, $1, $2, $2;", "cvta.to.shared.u64 $0, $1;", "max.f32 $0, $1, $2, $2;",
+    ],
+)  # fmt: skip
+def test_modifiers_that_are_not_known_are_refused(assembly):
+    x = torch.ones(8)
+    with pytest.raises(NotInterpretable, match=re.escape(f"PTX `{assembly[:-1]}` is not known")):
+        simulate(lambda _: computes_floats[(1,)](x, x, x, assembly, 1), 1)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from weft.simulator import numerics
@@ -52,11 +53,34 @@ _COMPARISONS = {
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _SUMS = {"add": np.add, "sub": np.subtract}
 _EXTREMES = {"min": numerics.minimum, "max": numerics.maximum}
+# Functions that round to integers.
+_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 # Functions of floats, in fp64 and rounded once.
 _FUNCTIONS: dict[str, Callable] = {
     "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
     "sin": np.sin, "cos": np.cos, "tanh": np.tanh, "div": np.divide,
 }  # fmt: skip
+_ROUND = frozenset({"rn", "ftz"})
+_FUNCTION = frozenset({"approx", "rn", "ftz"})
+_PRODUCT = _ROUND | {"lo", "wide", "sat"}
+# Modifiers, apart from types, of each instruction; one that is not here has none. What is rounded is rounded to nearest, and
+# subnormals are kept with .ftz too.
+_MODIFIERS = {
+    "add": _ROUND | {"sat"}, "sub": _ROUND | {"sat"}, "mul": _PRODUCT, "mul24": frozenset({"lo"}),
+    "mad": _PRODUCT, "fma": _ROUND | {"sat", "relu"}, "neg": frozenset({"ftz"}), "abs": frozenset({"ftz"}),
+    **dict.fromkeys(_EXTREMES, frozenset({"ftz", "NaN", "relu"})),
+    **dict.fromkeys(_FUNCTIONS, _FUNCTION), "div": _FUNCTION | {"full"},
+    "setp": frozenset(_COMPARISONS), "cvta": frozenset({"to", "global"}),
+    "cvt": frozenset({"rn", "rz", "ftz", "sat", "satfinite", "relu", *_INTEGRAL}),
+}  # fmt: skip
+
+
+def _bounded(values: np.ndarray, modifiers: tuple[str, ...]) -> np.ndarray:
+    """Values of which ``.relu`` makes negative ones 0, and ``.sat`` clamps to [0, 1], NaN to 0."""
+    zero = np.zeros_like(values)
+    if "relu" in modifiers:
+        values = numerics.maximum(values, zero, propagate_nan=True)
+    return numerics.minimum(numerics.maximum(values, zero), zero + zero.dtype.type(1)) if "sat" in modifiers else values
 
 
 def _setp(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
@@ -71,7 +95,7 @@ def _mul(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None
     if "wide" in modifiers:
         wider = np.dtype(f"{left.dtype.kind}{2 * left.dtype.itemsize}")
         return raw(left.astype(wider) * right.astype(wider))
-    return raw(left * right) if "lo" in modifiers or left.dtype.kind not in "iu" else None
+    return raw(_bounded(left * right, modifiers)) if "lo" in modifiers or left.dtype.kind not in "iu" else None
 
 
 def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) -> Bits:
@@ -86,8 +110,11 @@ def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) 
 def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
     """Result of an instruction; None for one that is not known."""
     kind = modifiers[-1] if modifiers else ""
+    if not _MODIFIERS.get(name, frozenset()).issuperset(modifiers[: -2 if name == "cvt" else -1]):
+        return None
     if name == "cvt" and len(modifiers) >= 2:
-        return _convert(modifiers, sources)
+        with np.errstate(all="ignore"):
+            return _convert(modifiers, sources)
     if kind in PACKED and name != "mov":
         one, count = PACKED[kind]
         width = 8 * TYPES[one].itemsize
@@ -101,6 +128,8 @@ def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits 
 
 
 def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: list[Bits]) -> Bits | None:
+    if "sat" in modifiers and TYPES[kind].kind in "iu":
+        return None
     values: list[Callable] = [lambda i=i: typed(sources[i], kind) for i in range(len(sources))]
     if name in ("mov", "cvta"):
         return raw(values[0]())
@@ -110,10 +139,10 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
         return np.where(sources[2] != 0, raw(values[0]()), raw(values[1]()))
     if name in _LOGIC:
         return raw(_LOGIC[name](values[0](), values[1]()))
-    if name in _SUMS:
-        return raw(_SUMS[name](values[0](), values[1]()))
-    if name in _EXTREMES:
-        return raw(_EXTREMES[name](values[0](), values[1](), "NaN" in modifiers))
+    if name in _SUMS or name in _EXTREMES:
+        a, b = (value() for value in values)
+        made = _SUMS[name](a, b) if name in _SUMS else _EXTREMES[name](a, b, "NaN" in modifiers)
+        return raw(_bounded(made, modifiers))
     if name == "not":
         return raw(values[0]() ^ np.uint8(1) if kind == "pred" else ~values[0]())
     if name in ("neg", "abs"):
@@ -124,7 +153,7 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
     if name in ("mul", "mul24"):
         return _mul(modifiers, kind, *sources[:2])
     if name in ("mad", "fma") and TYPES[kind].kind not in "iu":
-        return raw(numerics.fma(*(value() for value in values)))
+        return raw(_bounded(numerics.fma(*(value() for value in values)), modifiers))
     if name == "mad":
         product = _mul(modifiers, kind, *sources[:2])
         wide = f"{kind[0]}{2 * int(kind[1:])}" if "wide" in modifiers else kind
@@ -147,9 +176,34 @@ def _convert(modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
             return None
         made = [_convert((*modifiers[:-2], one, PACKED.get(source, (source,))[0]), [part]) for part in inputs]
         return None if any(part is None for part in made) else packed(made, 8 * TYPES[one].itemsize)
-    if to not in TYPES or source not in TYPES or "rs" in modifiers:
+    if to not in TYPES or source not in TYPES:
         return None
-    return raw(numerics.convert(typed(sources[0], source), TYPES[to], "rz" in modifiers))
+    values = _rounded(typed(sources[0], source), TYPES[to], modifiers)
+    if values is None:
+        return None
+    made = numerics.convert(values, TYPES[to], "rz" in modifiers)
+    if "satfinite" in modifiers:
+        made = np.where(np.isinf(made), np.copysign(ml_dtypes.finfo(made.dtype).max, made), made)
+    return raw(made)
+
+
+def _rounded(values: np.ndarray, to: np.dtype, modifiers: tuple[str, ...]) -> np.ndarray | None:
+    """Values for a conversion, rounded to integers and limited by modifiers of ``cvt``; None: not known."""
+    integral = next((_INTEGRAL[one] for one in modifiers if one in _INTEGRAL), None)
+    is_float = values.dtype in numerics.FLOATS
+    if not is_float and "rz" in modifiers or is_float and to.kind in "iu" and integral is None:
+        return None
+    if integral is not None and is_float:
+        values = numerics.convert(integral(numerics.convert(values, np.dtype(np.float64))), values.dtype)
+    if to in numerics.FLOATS:
+        return _bounded(values, modifiers)
+    if "sat" not in modifiers:
+        return values
+    least, most = np.iinfo(to).min, np.iinfo(to).max
+    if not is_float:
+        own = np.iinfo(values.dtype)
+        least, most = max(least, own.min), min(most, own.max)
+    return np.clip(values, values.dtype.type(least), values.dtype.type(most))
 
 
 def _layout(kind: str) -> tuple[int, int]:

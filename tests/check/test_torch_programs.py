@@ -422,6 +422,30 @@ def test_what_reads_uninitialised_memory_is_wrong_in_every_run(report, beta):
     assert [one.count for one in found.wrong if one.finding.kind == "error"] == ([] if beta == "None" else [2])
 
 
+def test_only_new_memory_of_plain_tensors_is_poisoned(report):
+    text = """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        def main(rank, size):
+            assert torch.empty(1 << 40, device="meta").is_meta
+            with FakeTensorMode():
+                assert torch.empty(1 << 20).shape == (1 << 20,)
+            assert torch.empty(3, 3, layout=torch.sparse_coo).is_sparse
+            torch.vmap(torch.empty_like)(torch.ones(2, 3))
+            torch.func.functionalize(torch.empty_like)(torch.ones(2, 3))
+            whole = torch.ones(8)
+            assert torch.empty(4, out=whole[4:]).shape == (4,) and whole.tolist() == [1] * 8
+            assert torch.empty(0).numel() == 0 and torch.empty_strided((2, 2), (4, 1)).isnan().all()
+            large = torch.empty(1 << 26)
+            assert large[0].isnan() and large[-1].isnan()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                aside = torch.empty(4)
+            assert aside.isnan().all()
+    """
+    found = report(text, 1, 1)
+    assert found.ok, str(found)
+
+
 def test_an_assumption_that_does_not_hold_has_its_remedy(report):
     text = """
         @triton.jit

@@ -28,6 +28,7 @@ _VIEWS = frozenset({
 
 # Functions whose tensors hold whatever was in memory.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_WHOLE, _END = 64 << 20, 1 << 20  # bytes: the largest memory filled whole, and each end of a larger one
 
 
 class OnGpu(TorchFunctionMode):
@@ -61,12 +62,10 @@ class OnGpu(TorchFunctionMode):
             return self._to_host(*args)
         kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
         args = tuple(_on_cpu(value) for value in args)
-        if self._ranks.here.stream is not None and name != "__get__":
-            return self._on_stream(func, name, args, kwargs)
-        result = func(*args, **kwargs)
-        if name in _UNINITIALISED and isinstance(result, torch.Tensor) and result.dtype is not torch.bool:
-            # NaN in floats, -1 in integers: a result that depends on them is wrong in every run, not in some.
-            ctypes.memset(result.data_ptr(), 0xFF, result.untyped_storage().nbytes())
+        is_aside = self._ranks.here.stream is not None and name != "__get__"
+        result = self._on_stream(func, name, args, kwargs) if is_aside else func(*args, **kwargs)
+        if name in _UNINITIALISED and kwargs.get("out") is None:
+            _poison(result)
         return result
 
     def _address(self, x: torch.Tensor) -> int:
@@ -104,6 +103,24 @@ class OnGpu(TorchFunctionMode):
                 f"Tensor.{name} on a side stream, of memory that kernels or peers use", "call it on the main stream"
             )
         return func(*args, **kwargs)
+
+
+def _poison(x: Any) -> None:
+    """Fill new memory: a result that depends on it is wrong in every run, not in some.
+
+    NaN in floats, -1 in integers; a bool stays as it is, and so does all but a large tensor's ends.
+    """
+    if type(x) is not torch.Tensor or x.dtype is torch.bool or x.layout is not torch.strided or x.device.type != "cpu":
+        return
+    if torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return  # its memory is another tensor's
+    storage = x.untyped_storage()
+    base, size = storage.data_ptr(), storage.nbytes()
+    if size <= _WHOLE:
+        ctypes.memset(base, 0xFF, size)
+    else:
+        ctypes.memset(base, 0xFF, _END)
+        ctypes.memset(base + size - _END, 0xFF, _END)
 
 
 def _is_host(value: object) -> bool:

@@ -399,6 +399,33 @@ def test_a_stream_waits_for_and_writes_values(report, release, expected):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("signal", [True, False])
+def test_the_main_stream_writes_values(report, signal):
+    text = f"""
+        from cuda.bindings import driver
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            box = symm_mem.empty(4, dtype=torch.int32, device="cuda").fill_(0)
+            inbox = symm_mem.empty(4, dtype=torch.int32, device="cuda").fill_(0)
+            there = symm_mem.rendezvous(box, dist.group.WORLD).buffer_ptrs[1 - rank]
+            handle = symm_mem.rendezvous(inbox, dist.group.WORLD)
+            handle.barrier()
+            handle.get_buffer(1 - rank, (4,), torch.int32).fill_(rank)
+            stream, geq = torch.cuda.current_stream().cuda_stream, driver.CUstreamWaitValue_flags(0)
+            if {signal}:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    driver.cuStreamWriteValue32(stream, there + 4, 5, 0)
+                driver.cuStreamWaitValue32(stream, box.data_ptr() + 4, 5, geq)
+            assert (inbox == 1 - rank).all() or not {signal}
+            torch.ops.symm_mem.stream_write_value32_(box, 2, 7)
+            assert box[2] == 7
+            handle.barrier()
+    """
+    found = report(text)
+    assert kinds(found) == ([] if signal else ["race"]), str(found)
+
+
 @pytest.mark.parametrize("beta", ["0.0", "None"])
 def test_what_reads_uninitialised_memory_is_wrong_in_every_run(report, beta):
     text = f"""

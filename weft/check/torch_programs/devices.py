@@ -108,7 +108,7 @@ class OnGpu(TorchFunctionMode):
 def _poison(x: Any) -> None:
     """Fill new memory: a result that depends on it is wrong in every run, not in some.
 
-    NaN in floats, -1 in integers; a bool stays as it is, and so does all but a large tensor's ends.
+    NaN in floats, -1 in integers; of a large tensor only the ends, and nothing of bools.
     """
     if type(x) is not torch.Tensor or x.dtype is torch.bool or x.layout is not torch.strided or x.device.type != "cpu":
         return

@@ -151,8 +151,13 @@ def copy(
     machine = ranks.machine
 
     def move() -> None:
-        for target, source in _contiguous(dst, src):
-            copy_in_pieces(machine, label, target, source, signal)
+        known = machine.memory.add_tensor(src, machine.rank, f"source of a {label}")  # a signal's value is read
+        try:
+            for target, source in _contiguous(dst, src):
+                copy_in_pieces(machine, label, target, source, signal)
+        finally:
+            if known is not None:
+                machine.memory.remove(known)
 
     (stream or current_stream(ranks)).issue(label, move, [dst, src])
 

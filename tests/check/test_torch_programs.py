@@ -312,9 +312,10 @@ def test_a_backward_pass_and_triton_s_driver_are_of_the_gpu(report):
         from triton.language.math import rsqrt as inverse_root
         from triton.testing import do_bench
 
-        @triton.autotune([triton.Config({"N": 4}), triton.Config({"N": 8})], key=["size"])
+        @triton.autotune([triton.Config({"N": size}) for size in (2, 4, 8)], key=["size"])
         @triton.jit
         def scale(x, out, size, N: tl.constexpr):
+            tl.static_assert(N > 2)
             at = tl.program_id(0) * N + tl.arange(0, N)
             tl.store(out + at, inverse_root(tl.load(x + at, mask=at < size, other=1.0)), mask=at < size)
 
@@ -350,6 +351,9 @@ def test_a_backward_pass_and_triton_s_driver_are_of_the_gpu(report):
             assert facts["multiprocessor_count"] == torch.cuda.get_device_properties(0).multi_processor_count
             calls = []
             assert len(do_bench(lambda: calls.append(1), quantiles=[0.5, 0.2])) == 2 and calls == [1]
+            assert scale.best_config.kwargs == {"N": 4}
+            assert do_bench(fn=lambda: None, warmup=1, rep=1, grad_to_none=[x], quantiles=[0.5]) > 0
+            assert do_bench(lambda: None, 1, 1, None, None, "median") > 0 and do_bench(lambda: None, return_mode="all")
     """
     found = report(text)
     assert found.ok, str(found)

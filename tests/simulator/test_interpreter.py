@@ -986,12 +986,41 @@ def test_an_autotuned_kernel_runs_once_with_the_first_configuration_that_is_left
     assert out.tolist() == [16] * 12 + [0] * 4 and tuned.best_config.kwargs == {"BLOCK": 8}
 
 
+@triton.autotune([triton.Config({"BLOCK": size}) for size in (4, 8, 2)], ["n"], reset_to_zero=["out_ptr"])
+@triton.jit
+def of_eight(out_ptr, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 8, "eight at a time")
+    tl.atomic_add(out_ptr + tl.arange(0, BLOCK), n)
+
+
+def test_a_configuration_that_does_not_compile_is_passed_over(port):
+    out = torch.ones(8, dtype=torch.int32)
+    for total in (5, 10):  # zeroed before the key's first launch only
+        of_eight[(1,)](out, 5)
+        assert out.tolist() == [total] * 8
+    assert list(of_eight.cache) == [(5, "torch.int32")] and of_eight.best_config.kwargs == {"BLOCK": 8}
+    none_left = triton.autotune([triton.Config({"BLOCK": size}) for size in (4, 2)], ["n"])(of_eight.fn)
+    with pytest.raises(AssertionError, match="eight at a time"):
+        none_left[(1,)](out, 5)
+    assert not none_left.cache
+
+
+def test_a_single_configuration_is_not_pruned(port):
+    only = triton.autotune(
+        [triton.Config({"BLOCK": 8})], ["n"], prune_configs_by={"early_config_prune": lambda *_, **__: []}
+    )(of_eight.fn)
+    out = torch.zeros(8, dtype=torch.int32)
+    only[(1,)](out, 5)
+    assert out.tolist() == [5] * 8
+
+
 def test_a_launch_and_a_warm_up_give_a_compiled_kernel(port):
     out = torch.zeros(8, dtype=torch.int32)
     made = heuristic.fn.warmup(out, 3, BLOCK=8, num_warps=8, grid=(1,))
     made._init_handles()
-    assert out.tolist() == [0] * 8 and made.n_regs > 0 and made.n_spills == 0 and made.metadata.num_warps == 8
+    assert out.tolist() == [0] * 8 and made.n_regs == 255 and made.n_spills == 0 and made.metadata.num_warps == 8
     assert 228 * 1024 // made.metadata.shared > 0
+    assert heuristic.fn.warmup(out, 3, BLOCK=8, num_warps=32, grid=(1,)).n_regs == 64
     launched = made[(1, 1, 1)](out, 3, 8)
     assert out.tolist() == [3] * 3 + [0] * 5 and launched.n_regs == made.n_regs
     with pytest.raises(NotInterpretable, match="assembly of kernel heuristic .asm. is not there"):

@@ -76,7 +76,7 @@ class FrontEnd:
         self._options = vars(self._backend.parse_options({})).keys()
         self._binders: dict[int, Callable[..., tuple]] = {}
 
-    def note(self, kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note(self, kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> Source:
         """Note a launch with arguments that the interpreter has accepted."""
         binder = self._binders.get(id(kernel))
         if binder is None:
@@ -93,6 +93,10 @@ class FrontEnd:
             signature=dict(zip(bound, kinds, strict=True)), constants=constants, options=options,
         )  # fmt: skip
         self._launched[source] = None
+        return source
+
+    def forget(self, source: Source) -> None:
+        self._launched.pop(source, None)
 
     def refusals(self) -> list[Refusal]:
         """Refused kernels, in the order of their first launches; only outside the interpreter's scope."""

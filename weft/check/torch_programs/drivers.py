@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -37,11 +37,23 @@ def triton_driver(ranks: Ranks) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def benchmark(call: Callable[[], object], *_: object, quantiles: list[float] | None = None, **how: Any) -> Any:
+def benchmark(
+    fn: Callable[[], object], warmup: int = 25, rep: int = 100, grad_to_none: Iterable[torch.Tensor] | None = None,
+    quantiles: Sequence[float] | None = None, return_mode: str = "mean",
+) -> float | list[float]:  # fmt: skip
     """Stand-in for ``triton.testing.do_bench``: one call, whose time means nothing."""
-    call()
-    times = [1.0] * (len(quantiles) if quantiles is not None else 1)
-    return times if quantiles is not None or how.get("return_mode") == "all" else times[0]
+    fn()
+    if quantiles is not None and len(quantiles) != 1:
+        return [1.0] * len(quantiles)
+    return [1.0] if quantiles is None and return_mode == "all" else 1.0
+
+
+def benchmark_graph(
+    fn: Callable[[], object], rep: int = 20, grad_to_none: Iterable[torch.Tensor] | None = None,
+    quantiles: Sequence[float] | None = None, return_mode: str = "mean",
+) -> float | list[float]:  # fmt: skip
+    """Stand-in for ``triton.testing.do_bench_cudagraph``."""
+    return benchmark(fn, quantiles=quantiles, return_mode=return_mode)
 
 
 class CUresult(IntEnum):

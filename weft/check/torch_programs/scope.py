@@ -50,7 +50,7 @@ def patches(ranks: Ranks) -> Iterator[None]:
             (symm_mem, _symmetric(memory)),
             (torch._C._distributed_c10d, {"_SymmetricMemory": _symmetric(memory)["_SymmetricMemory"]}),
             (driver, {"_active": drivers.triton_driver(ranks)}),
-            (testing, {"do_bench": drivers.benchmark, "do_bench_cudagraph": drivers.benchmark}),
+            (testing, {"do_bench": drivers.benchmark, "do_bench_cudagraph": drivers.benchmark_graph}),
             (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
             (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
             (_nvshmem_functions(), {"requires_nvshmem": _itself}),

@@ -24,6 +24,10 @@ _EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
 _STOCK = {name: getattr(core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
 
 
+class StaticAssertionFailed(AssertionError):
+    """A ``tl.static_assert`` that does not hold: the kernel would not compile."""
+
+
 class StandIns:
     """Replacements bound to a semantic layer."""
 
@@ -197,7 +201,7 @@ def _static_range(start: Integer, end: Integer | None = None, step: Integer | No
 
 def _static_assert(condition: Flag, message: Text = "", **_: object) -> None:
     if not value_of(condition):
-        raise AssertionError(value_of(message))
+        raise StaticAssertionFailed(value_of(message))
 
 
 def _static_print(*values: object, _semantic: object = None, **kwargs: str) -> None:

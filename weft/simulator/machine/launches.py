@@ -17,6 +17,7 @@ import torch
 from weft.errors import WeftError
 from weft.simulator.front_end import FrontEnd
 from weft.simulator.interpreter import GridSizes
+from weft.simulator.interpreter.stand_ins import StaticAssertionFailed
 from weft.simulator.machine.accesses import Accesses, Event
 from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.tasks import ThreadTask, Waiting
@@ -66,11 +67,11 @@ class Launches(Accesses):
             )
         self.settle()
         self._names, self._known = _argument_names(jit_fn, args, kwargs), []
-        bases = self._known
+        bases, source = self._known, None
         try:
             launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
             if self.front_end is not None:
-                self.front_end.note(jit_fn, args, kwargs)
+                source = self.front_end.note(jit_fn, args, kwargs)
             overlaps = bool(kwargs.get("launch_pdl", False))
             run = Grid(task.rank, launch, bases, overlaps=overlaps, names=self._names)
             if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
@@ -94,6 +95,8 @@ class Launches(Accesses):
         )
         del self._awaited[task.rank]
         if self._is_done(run):
+            if isinstance(run.error, StaticAssertionFailed) and self.front_end is not None and source is not None:
+                self.front_end.forget(source)  # the error says as much, or an autotuner passes the kernel over
             self._end(run)
         else:
             self._left[task.rank] = run

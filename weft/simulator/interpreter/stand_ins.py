@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ class StandIns:
     def in_core(self) -> dict[str, Callable]:
         """Replacements by their names in ``triton.language.core``."""
         return {
-            "load": self.load,
+            "load": _without_semantic(self.load) if hasattr(core, "_block_ptr") else self.load,
             "store": self.store,
             "arange": self.arange,
             "full": self.full,
@@ -105,7 +105,6 @@ class StandIns:
         cache_modifier: Text = "",
         eviction_policy: Text = "",
         volatile: Flag = False,
-        _semantic: object = None,
     ) -> tl.tensor:
         if _is_block_pointer(pointer):
             return self._stock_load(pointer, mask, other, boundary_check, padding_option)
@@ -181,6 +180,16 @@ class StandIns:
                 value_of(result) if isinstance(result, tl.constexpr) else result, x, tl.PropagateNan.NONE
             )
         return result
+
+
+def _without_semantic(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, but for an argument of Triton's own, which block pointers of 3.8 pass."""
+
+    @wraps(function)
+    def call(*args: object, _semantic: object = None, **kwargs: object) -> T:
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _is_block_pointer(x: object) -> bool:

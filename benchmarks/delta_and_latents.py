@@ -3,9 +3,10 @@
     python benchmarks/delta_and_latents.py OUT.json [--seconds 60]
 
 In CUDA graphs; inputs are cold (more copies than the L2 holds). Prompts: 8,192 tokens, heads of one rank of Qwen3.6-27B (8 key
-heads, 24 value heads at two ranks) and the 2 and 8 heads that flash-linear-attention publishes. Steps: states of 1, 8, 32 and
-128 sequences. Latents: heads of DeepSeek-V2-Lite, and of DeepSeek-V3 whole and at two ranks; of each row the share of the GPU's
-memory bandwidth, and the rate of its two products. Each result is compared with plain torch first.
+heads, 24 value heads at two ranks) and the 2 and 8 heads that flash-linear-attention publishes. Steps: of 1, 8, 32 and 128
+sequences, a token each, and a token and three drafts. Latents: heads of DeepSeek-V2-Lite, and of DeepSeek-V3 whole and at two
+ranks; of each row the share of the GPU's memory bandwidth, and the rate of its two products. Each result is compared with plain
+torch first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 
 from benchmarks.fp8_gemm import timed
 from weft import ops
-from weft.ops.linear_attention.delta_rule import DeltaSizes, Recurrence
+from weft.ops.case import Case
+from weft.ops.linear_attention.delta_rule import DeltaSizes, Recurrence, sizes_of
+from weft.ops.linear_attention.gated_delta_net_step import GATED_DELTA_NET_STEP
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import COLD_BYTES
 from weft.runtime.files import put
@@ -84,22 +87,48 @@ def prompts(key_heads: int, heads: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "gated norm", timed(lambda x: ops.rms_norm_gated(*x, one, EPS), wide, None)
 
 
-def steps(key_heads: int, heads: int, batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    sizes = DeltaSizes(key_heads, heads, 128, 128)
-    lengths, slots = places([100] * batch), places(list(range(batch)))
-    qkv, of = draw(batch, sizes.columns), gates(batch, heads)
+def steps(key_heads: int, heads: int, batch: int, queries: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of ``queries`` new tokens of each sequence, after half as many drafts that the state does not have yet."""
+    sizes, rows, pending = DeltaSizes(key_heads, heads, 128, 128), batch * queries, queries // 2
+    lengths = [100 + token for _ in range(batch) for token in range(1, queries + 1)]
+    given = ops.DeltaTokens(places(lengths), places(list(range(batch))), places([pending] * batch) if pending else None)
+    qkv, z, of, weight = (
+        draw(rows, sizes.columns),
+        draw(rows, heads * 128),
+        gates(rows, heads),
+        draw(sizes.columns, TAPS),
+    )
+    norm, ring = (draw(128), EPS), TAPS + 2 * (queries - 1)
+
+    def kept() -> ops.DeltaSlots:
+        inputs, rates = draw(batch, ring, sizes.columns), draw(batch, ring, 2 * heads)
+        return ops.DeltaSlots(inputs, rates, draw(batch, heads, 128, 128, dtype=torch.float32))
+
     nbytes = 4 * batch * heads * 128 * 128
-    states = copies(lambda: draw(batch, heads, 128, 128, dtype=torch.float32), nbytes)
-    before = states[0][0].clone()
-    out = ops.recurrent_gated_delta_rule(qkv, of, states[0], lengths, slots)
-    error = error_of(out[:1], qkv[:1], ops.Gates(of.a[:1], of.b[:1], *of[2:]), sizes, before)
-    result = timed(lambda s: ops.recurrent_gated_delta_rule(qkv, of, s, lengths, slots), states, None)
-    yield "delta rule", {**result, "error": error, "bytes": 2 * nbytes}
-    weight = draw(sizes.columns, TAPS)
-    conv = copies(lambda: draw(batch, TAPS - 1, sizes.columns), 6 * batch * sizes.columns)
-    yield "convolution", timed(lambda s: ops.causal_conv1d_update(qkv, weight, s, lengths, slots), conv, None)
-    gate, one, x = draw(batch, heads * 128), draw(128), draw(batch, heads, 128)
-    yield "gated norm", timed(lambda g: ops.rms_norm_gated(x, g, one, EPS), [gate, gate.clone()], None)
+    states = copies(kept, nbytes)
+    error = error_of_step(qkv, z, of, weight, norm, ops.DeltaSlots(*(part.clone() for part in states[0])), given)
+    result = timed(lambda s: ops.gated_delta_net_step(qkv, z, of, weight, norm, s, given), states, None)
+    yield "step", {**result, "error": error, "bytes": 2 * nbytes}
+
+
+def error_of_step(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    of: ops.Gates,
+    weight: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    kept: ops.DeltaSlots,
+    tokens: ops.DeltaTokens,
+) -> float:
+    """Largest error of the first sequence's rows over the largest result, against the op's reference in fp64."""
+    first, new = ops.DeltaSlots(*(part[:1].double().cpu() for part in kept)), tokens.queries
+    out = ops.gated_delta_net_step(qkv, z, of, weight, norm, kept, tokens)[:new].double().cpu()
+    case = Case("gated_delta_net_step", 1, qkv.dtype, (*sizes_of(qkv, kept.state), TAPS, new))
+    inputs = (qkv[:new], z[:new], of.a[:new], of.b[:new], of.A_log, of.dt_bias, weight, norm[0])
+    pending = None if tokens.pending is None else tokens.pending[:1].cpu()
+    one = ops.DeltaTokens(tokens.lengths[:new].cpu(), tokens.slots[:1].cpu(), pending)
+    wanted = GATED_DELTA_NET_STEP.of_tokens(case, one, [x.double().cpu() for x in inputs] + list(first))[0]
+    return ((out - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def latents(heads: int, batch: int, context: int, queries: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -136,7 +165,11 @@ def main() -> None:
 
     todo: list[tuple[Iterator[tuple[str, dict[str, Any]]], dict[str, int]]] = [
         *((prompts(*of), {"tokens": PROMPT, "key_heads": of[0], "heads": of[1]}) for of in HEADS),
-        *((steps(8, 24, batch), {"batch": batch, "key_heads": 8, "heads": 24}) for batch in BATCHES),
+        *(
+            (steps(8, 24, batch, new), {"batch": batch, "key_heads": 8, "heads": 24, "queries": new})
+            for new in (1, 4)
+            for batch in BATCHES
+        ),
         *((latents(*of), dict(zip(("heads", "batch", "context"), of, strict=True))) for of in LATENTS),
         (latents(16, 32, 4096, 4), {"heads": 16, "batch": 32, "context": 4096, "queries": 4}),
     ]

@@ -329,20 +329,21 @@ def operands(team):
 def operands_of_linear_attention():
     """``operands`` of the ops of weft.ops.linear_attention."""
     f, i = torch.ones, partial(torch.ones, dtype=torch.int32)
-    convolved = {"x": f(2, 8), "weight": f(8, 4), "state": f(2, 3, 8)}
-    ruled = {"qkv": f(2, 64), "gates": ops.Gates(f(2, 2), f(2, 2), f(2), f(2)), "state": f(2, 2, 16, 16)}
-    prompts, step = ops.SequenceChunks.make([(0, 2)], [0]), {"lengths": i(2), "slots": i(2)}
-    wrong = {**dict.fromkeys(("x", "weight", "state", "qkv", "lengths", "slots"), TENSOR), "after": TENSOR[1:]}
+    prompts, gates = ops.SequenceChunks.make([(0, 2)], [0]), ops.Gates(f(2, 2), f(2, 2), f(2), f(2))
+    wrong = dict.fromkeys(("x", "weight", "state", "qkv", "z", "conv"), TENSOR)
     wrong |= {
         "sequences": (None, 5, [(0, 2)], LONG, ops.SequenceChunks(None, None, None)),
-        "gates": (None, 5, (1, 2), LONG),
-    }
-    for op, update, valid in (
-        (ops.causal_conv1d, ops.causal_conv1d_update, convolved),
-        (ops.gated_delta_rule, ops.recurrent_gated_delta_rule, ruled),
-    ):
-        yield op, {**valid, "sequences": prompts}, {name: wrong[name] for name in (*valid, "sequences")}
-        yield update, {**valid, **step}, {name: wrong[name] for name in (*valid, *step, "after")}
+        "gates": (None, 5, (1, 2), LONG), "norm": (None, 5, (1,), LONG, (None, 1e-6), (f(16), "x")),
+        "kept": (None, 5, (1, 2), LONG, ops.DeltaSlots(None, None, None)),
+        "tokens": (None, 5, (1, 2), LONG, ops.DeltaTokens(None, None), ops.DeltaTokens(i(2), i(2), 5)),
+    }  # fmt: skip
+    convolved = {"x": f(2, 8), "weight": f(8, 4), "state": f(2, 3, 8), "sequences": prompts}
+    ruled = {"qkv": f(2, 64), "gates": gates, "state": f(2, 2, 16, 16), "sequences": prompts}
+    kept = ops.DeltaSlots(f(2, 4, 64), f(2, 4, 4), f(2, 2, 16, 16))
+    step = {"qkv": f(2, 64), "z": f(2, 32), "gates": gates, "conv": f(64, 4), "norm": (f(16), 1e-6)}
+    step |= {"kept": kept, "tokens": ops.DeltaTokens(i(2), torch.arange(2, dtype=torch.int32))}
+    for op, valid in ((ops.causal_conv1d, convolved), (ops.gated_delta_rule, ruled), (ops.gated_delta_net_step, step)):
+        yield op, valid, {name: wrong[name] for name in valid}
     normed = {"x": f(2, 2, 4), "gate": f(2, 8), "weight": f(4), "eps": 1e-6}
     yield ops.rms_norm_gated, normed, {**dict.fromkeys(("x", "gate", "weight"), TENSOR), "eps": ("x", None, [1])}
 

@@ -157,7 +157,9 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
         assert not len(runner.graphs) and runner.cache.pages == 2
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
         of = SimpleNamespace(new_cache=cache_of)
-        on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None)
+        on_gpu = SimpleNamespace(
+            model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None, _most_drafts=0
+        )
         monkeypatch.setattr(runner_module, "memory_of", lambda device: (free.pop(0), 1 << 40))
         return sizes, reserved, Runner._affordable_pages(on_gpu, EngineConfig(memory_fraction=0.5), reserved)
 
@@ -476,7 +478,9 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
     model = SimpleNamespace(new_cache=cache_of)
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
-    runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None)
+    runner = SimpleNamespace(
+        model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None, _most_drafts=0
+    )
     assert Runner._affordable_pages(runner, EngineConfig(memory_fraction=0.8)) == 20
 
 
@@ -487,7 +491,9 @@ def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
-        runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu, verifying=None)
+        runner = SimpleNamespace(
+            model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu, verifying=None, _most_drafts=0
+        )
         return Runner._affordable_pages(runner, EngineConfig(memory_fraction=fraction))
 
     # Of 400 bytes each.

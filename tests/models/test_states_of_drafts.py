@@ -1,4 +1,4 @@
-"""Drafts of models with gated delta nets: a slot goes on from the state after the last accepted token."""
+"""Drafts of models with gated delta nets: a slot goes on after the last accepted token."""
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ def accept_the_first(self, counts):
 def accept_none(self, counts): ...
 
 
-def move_the_first(self, sources, targets):
+def move_without_the_pending(self, sources, targets):
     self._copy(sources, targets)
     self.begin(targets)
 
@@ -142,7 +142,7 @@ accept = DeltaStates.accept
 
 @pytest.mark.parametrize("planted", [accept_one_more, accept_the_first, accept_none], ids=lambda one: one.__name__)
 def test_a_state_of_another_token_is_found(made, monkeypatch, planted):
-    """Planted: the state of a rejected token is used later, or one of an earlier token."""
+    """Planted: a rejected token is taken into the state later, or an accepted one is not."""
     directory, prompts, plain, answers = made
     monkeypatch.setattr(DeltaStates, "accept", planted)
     [(completions, _, _)] = ask(directory, prompts[:2], PARAMS[:2], answers=answers, speculative=NGRAM)
@@ -150,7 +150,7 @@ def test_a_state_of_another_token_is_found(made, monkeypatch, planted):
 
 
 def test_a_slot_that_goes_on_from_the_sequence_before_is_found(made, monkeypatch):
-    """Planted: a prompt's end does not become a slot's newest state."""
+    """Planted: tokens of the sequence before are pending after a prompt."""
     directory, prompts, plain, answers = made
     monkeypatch.setattr(DeltaStates, "begin", lambda self, slots: None)
     options = {"answers": answers, "speculative": NGRAM, "max_batch": 1}
@@ -159,13 +159,13 @@ def test_a_slot_that_goes_on_from_the_sequence_before_is_found(made, monkeypatch
 
 
 def test_a_move_of_another_tokens_state_is_found(made, monkeypatch):
-    monkeypatch.setattr(DeltaStates, "move", move_the_first)
+    monkeypatch.setattr(DeltaStates, "move", move_without_the_pending)
     tokens, moved = come_and_go(made)
     assert moved and tokens[1:] != [one.token_ids for one in made[2]][1:]
 
 
 def test_kernels_verify_drafts(make_checkpoint):
-    """One layer of each kind, in weft's kernels: the state after each token comes from them."""
+    """One layer of each kind, in weft's kernels, which begin with the pending tokens."""
     directory, _ = make_checkpoint(
         **DENSE | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     )

@@ -88,7 +88,8 @@ class Runner:
             before_cache(self)
         pages = self._pages(config)
         if model.has_states and config.prefix_caching:
-            self.snapshots = places_beside(model.new_cache(1, config.page_size, 1), pages, config.state_snapshot_bytes)
+            page = model.new_cache(1, config.page_size, 1, self._most_drafts)
+            self.snapshots = places_beside(page, pages, config.state_snapshot_bytes)
         self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
 
@@ -384,8 +385,8 @@ class Runner:
 
     def _affordable_pages(self, config: EngineConfig, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least memory for them; equal on every rank."""
-        cache = self.model.new_cache(1, self.decoding.page_size, 1)
-        states = 0 if cache.states is None else self.max_batch * (1 + self._most_drafts) * cache.states.nbytes_of_one
+        cache = self.model.new_cache(1, self.decoding.page_size, 1, self._most_drafts)
+        states = 0 if cache.states is None else self.max_batch * cache.states.nbytes_of_one
         page_bytes = cache.data.nbytes
         if cache.states is not None and config.prefix_caching:
             states += config.state_snapshot_bytes or 0

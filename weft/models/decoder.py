@@ -447,8 +447,8 @@ class Decoder(nn.Module):
         step = Step.decode(*places, queries=queries)
         if states is None:
             return step
-        before, after = states.verified(batch, queries)
-        return replace(step, state_slots=before, state_after=after)
+        slots, pending = states.verified(batch)
+        return replace(step, state_slots=slots, state_pending=pending)
 
     def prefill_step(
         self,

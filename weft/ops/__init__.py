@@ -28,10 +28,10 @@ from weft.ops.gemm.algorithm_search import warm_up
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_parts import matmul_parts
 from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
-from weft.ops.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_update
+from weft.ops.linear_attention.causal_conv1d import causal_conv1d
 from weft.ops.linear_attention.delta_rule import Gates
+from weft.ops.linear_attention.gated_delta_net_step import DeltaSlots, DeltaTokens, gated_delta_net_step
 from weft.ops.linear_attention.gated_delta_rule import gated_delta_rule
-from weft.ops.linear_attention.recurrent_gated_delta_rule import recurrent_gated_delta_rule
 from weft.ops.linear_attention.rms_norm_gated import rms_norm_gated
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import all_gather_grouped_matmul_silu_mul
@@ -58,16 +58,16 @@ from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Dispatched", "Experts", "Explanation", "Gates", "LogitChanges", "Routed", "Routing", "Schedule",
-    "SequenceChunks", "SequenceRanges", "ZigzagRanges", "ZigzagShards", "accept_drafts", "add_adapters", "add_rms_norm",
-    "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul", "all_reduce",
-    "all_reduce_rms_norm", "all_to_all", "barrier", "causal_conv1d", "causal_conv1d_update", "decode_attention",
-    "decode_metadata", "explain", "gated_delta_rule", "gathered_prefill_attention", "grouped_matmul",
+    "DeferredNorm", "DeltaSlots", "DeltaTokens", "Dispatched", "Experts", "Explanation", "Gates", "LogitChanges", "Routed",
+    "Routing", "Schedule", "SequenceChunks", "SequenceRanges", "ZigzagRanges", "ZigzagShards", "accept_drafts", "add_adapters",
+    "add_rms_norm", "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul", "all_reduce",
+    "all_reduce_rms_norm", "all_to_all", "barrier", "causal_conv1d", "decode_attention",
+    "decode_metadata", "explain", "gated_delta_net_step", "gated_delta_rule", "gathered_prefill_attention", "grouped_matmul",
     "grouped_matmul_all_reduce_rms_norm", "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence",
     "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_route_schedule",
     "matmul_silu_mul", "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch",
     "moe_schedule", "moe_sum", "ngram_drafts", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "recurrent_gated_delta_rule", "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads",
+    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads",
     "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.linear_attention.delta_rule import Gates, Recurrence
+from weft.ops.linear_attention.gated_delta_net_step import DeltaSlots
 from weft.parallel.tensors import DeltaWeights
 
 if TYPE_CHECKING:
-    from weft.parallel.step import Step
+    from weft.parallel.step import Chunk, Step
 
 
-def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+def delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: DeltaSlots) -> Tensor:
     """Convolution, gated delta rule, gated norm: [T, value heads * V], for ``w.o``. Writes states.
 
     projected  [T, columns], x @ w.qkv.T
@@ -25,12 +26,9 @@ def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tenso
         for chunk in step.chunks:
             rows = slice(chunk.first_token, chunk.first_token + chunk.batch * chunk.length)
             slots = step.state_slots[chunk.first_sequence : chunk.first_sequence + chunk.batch].long()
-            before = torch.full((chunk.batch,), chunk.before, device=slots.device)
-            outs.append(_of_sequences(qkv[rows], gates.rows(rows), w, cache, slots, before))
+            outs.append(_chunk(qkv[rows], gates.rows(rows), w, kept, slots, chunk))
     else:
-        lengths, slots = step.lengths.view(-1, step.queries), step.state_slots.long()
-        after = (slots if step.state_after is None else step.state_after.long()).view(lengths.shape)
-        outs.append(_of_sequences(qkv, gates, w, cache, slots, lengths[:, 0] - 1, (after, lengths > 0)))
+        outs.append(_step(qkv, gates, w, kept, step))
     out = torch.cat(outs)
     normed = F.rms_norm(out.float(), w.norm.weight.shape, None, w.norm.eps).to(out.dtype) * w.norm.weight
     return (normed * F.silu(z.reshape(out.shape).float())).to(out.dtype).flatten(1)
@@ -43,43 +41,58 @@ def parts_of(projected: Tensor, w: DeltaWeights) -> tuple[Tensor, Tensor, Gates]
     return qkv, z, Gates(a, b, w.A_log, w.dt_bias)
 
 
-def _of_sequences(
-    qkv: Tensor,
-    gates: Gates,
-    w: DeltaWeights,
-    cache: tuple[Tensor, Tensor],
-    slots: Tensor,
-    before: Tensor,
-    each: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Convolution and rule of sequences of equal length, [n * length, value heads, V], rows by sequence.
+def _chunk(qkv: Tensor, gates: Gates, w: DeltaWeights, kept: DeltaSlots, slots: Tensor, chunk: Chunk) -> Tensor:
+    """Convolution and rule of sequences of equal length, [n * length, value heads, V], rows by sequence."""
+    count, lags, before = len(slots), w.conv.shape[1] - 1, chunk.before
+    x, ring = qkv.reshape(count, -1, qkv.shape[1]), kept.inputs.shape[1]
+    earlier = torch.arange(before - lags, before, device=x.device)
+    rows = torch.where((earlier >= 0)[:, None], kept.inputs[slots][:, earlier % ring], 0)
+    rates = torch.cat((gates.a, gates.b), dim=1).view(count, -1, 2 * w.sizes.value_heads)
+    first = torch.zeros_like(kept.state[slots]) if before == 0 else kept.state[slots]
+    outs, states = _recurrence(torch.cat((rows, x), dim=1), rates, w, first)
+    last = torch.arange(max(0, x.shape[1] - lags), x.shape[1], device=x.device)
+    kept.inputs[slots[:, None], (before + last) % ring] = x[:, last]
+    kept.state[slots] = states[-1]
+    return torch.stack(outs, dim=1).to(qkv.dtype).flatten(0, 1)
 
-    slots   where each sequence's states are read
-    before  tokens of each sequence before
-    each    of a step, [n, length] both: where the state after a token goes, and whether there is that token; None: the state
-            after the last token goes to `slots`
+
+def _step(qkv: Tensor, gates: Gates, w: DeltaWeights, kept: DeltaSlots, step: Step) -> Tensor:
+    """Convolution and rule of a decode step, [T, value heads, V]: pending tokens come first."""
+    lengths, slots = step.lengths.view(-1, step.queries), step.state_slots.long()
+    count, queries, lags, ring = len(slots), step.queries, w.conv.shape[1] - 1, kept.inputs.shape[1]
+    most = 0 if step.state_pending is None else ring - lags - queries
+    before, new = lengths[:, :1].long() - 1, lengths > 0
+    place = torch.arange(-most, queries, device=slots.device)
+    position = before + place
+    for part, rows in ((kept.inputs, qkv), (kept.rates, torch.cat((gates.a, gates.b), dim=1))):
+        at = (slots[:, None], position[:, most:] % ring)
+        part[at] = torch.where(new[..., None], rows.view(count, queries, -1), part[at])
+    pending = torch.zeros_like(before) if most == 0 else step.state_pending[:, None].long()
+    exists = torch.cat((new[:, :1] & (before > 0) & (place[:most] >= -pending), new), dim=1)
+    taken = torch.arange(-most - lags, queries, device=slots.device) + before
+    rows = torch.where((taken >= 0)[..., None], kept.inputs[slots[:, None], taken % ring], 0)
+    first = torch.where((before > 0)[..., None, None], kept.state[slots], 0)
+    outs, states = _recurrence(rows, kept.rates[slots[:, None], position % ring], w, first, exists)
+    kept.state[slots] = torch.where(new[:, 0].view(-1, 1, 1, 1), states[most], kept.state[slots])
+    return torch.stack(outs[most:], dim=1).to(qkv.dtype).flatten(0, 1)
+
+
+def _recurrence(
+    rows: Tensor, rates: Tensor, w: DeltaWeights, state: Tensor, exists: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(out, state) after each token of n sequences: [n, value heads, V] and [n, value heads, K, V] fp32.
+
+    rows    [n, taps - 1 + tokens, columns]; rates: [n, tokens, 2 * value heads]; state: before the first token
+    exists  [n, tokens]: whether a token changes the state; None: all
     """
-    conv, delta = cache
-    count, dtype = len(slots), qkv.dtype
-    kept, is_old = conv[slots], before > 0
-    x = torch.cat((torch.where(is_old[:, None, None], kept, 0), qkv.reshape(count, -1, qkv.shape[1])), dim=1)
-    mixed = F.silu(F.conv1d(x.transpose(1, 2), w.conv[:, None], groups=x.shape[2])).permute(
-        2, 0, 1
-    )  # [length, n, columns]
-    by_token = (one.view(count, -1, one.shape[1]).transpose(0, 1).reshape(len(one), -1).float() for one in gates[:2])
-    whole = Recurrence.of(mixed.flatten(0, 1).float(), Gates(*by_token, w.A_log, w.dt_bias), w.sizes)
-    steps = Recurrence(*(one.unflatten(0, (-1, count)) for one in whole))
-    outs, first = [], torch.where(is_old[:, None, None, None], delta[slots], 0)
-    last = x.shape[1] - kept.shape[1] - 1
-    for token, (out, state) in enumerate(steps.steps(first)):
-        outs.append(out.to(dtype))
-        if each is not None or token == last:
-            at, real = (slots, None) if each is None else (one[:, token] for one in each)
-            _write(conv, at, x[:, token + 1 : token + 1 + kept.shape[1]], real)
-            _write(delta, at, state, real)
-    return torch.stack(outs, dim=1).flatten(0, 1)
-
-
-def _write(states: Tensor, at: Tensor, new: Tensor, real: Tensor | None) -> None:
-    """states[at] = new, but for sequences that are not ``real``."""
-    states[at] = new if real is None else torch.where(real.view(-1, *[1] * (new.dim() - 1)), new, states[at])
+    mixed = F.silu(F.conv1d(rows.transpose(1, 2), w.conv[:, None], groups=rows.shape[2])).permute(2, 0, 1)
+    count, heads = len(rows), w.sizes.value_heads
+    both = rates.transpose(0, 1).flatten(0, 1).float().split(heads, dim=1)
+    whole = Recurrence.of(mixed.flatten(0, 1).float(), Gates(*both, w.A_log, w.dt_bias), w.sizes)
+    outs, states = [], []
+    for token, one in enumerate(zip(*(part.unflatten(0, (-1, count)) for part in whole), strict=True)):
+        [(out, after)] = Recurrence(*(part[None] for part in one)).steps(state)
+        state = after if exists is None else torch.where(exists[:, token].view(-1, 1, 1, 1), after, state)
+        outs.append(out)
+        states.append(state)
+    return outs, states

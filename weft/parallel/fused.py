@@ -150,16 +150,14 @@ def _attended(
     return attended if isinstance(attended, Fp8) else attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
-def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
-    """``weft.parallel.delta_net.delta_net``: three launches of a decode step, five of a prefill."""
-    (conv, delta), (qkv, z, gates) = cache, parts_of(projected, w)
-    if step.is_prefill:
-        mixed = ops.causal_conv1d(qkv, w.conv, conv, step.state_chunks)
-        out = ops.gated_delta_rule(mixed, gates, delta, step.state_chunks)
-    else:
-        places = step.lengths, step.state_slots, step.state_after
-        mixed = ops.causal_conv1d_update(qkv, w.conv, conv, *places)
-        out = ops.recurrent_gated_delta_rule(mixed, gates, delta, *places)
+def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor:
+    """``weft.parallel.delta_net.delta_net``: one launch of a decode step, five of a prefill."""
+    qkv, z, gates = parts_of(projected, w)
+    if not step.is_prefill:
+        tokens = ops.DeltaTokens(step.lengths, step.state_slots, step.state_pending)
+        return ops.gated_delta_net_step(qkv, z, gates, w.conv, (w.norm.weight, w.norm.eps), kept, tokens)
+    mixed = ops.causal_conv1d(qkv, w.conv, kept.inputs, step.state_chunks)
+    out = ops.gated_delta_rule(mixed, gates, kept.state, step.state_chunks)
     return ops.rms_norm_gated(out, z, w.norm.weight, w.norm.eps).flatten(1)
 
 

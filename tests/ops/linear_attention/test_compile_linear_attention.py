@@ -9,13 +9,14 @@ from tests import compiling
 from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes
 from tests.ops.test_compile_layer_kernels import FP32, INTS, caps_of, check_compiles, check_machine_code
 from weft.ops.linear_attention import causal_conv1d as conv
+from weft.ops.linear_attention import gated_delta_net_step as step
 from weft.ops.linear_attention import gated_delta_rule as delta
-from weft.ops.linear_attention import recurrent_gated_delta_rule as recurrent
 from weft.ops.linear_attention.delta_rule import DeltaSizes, Gates
 from weft.ops.linear_attention.rms_norm_gated import rms_norm_gated_kernel
+from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import launch_options
 
-KERNELS = ("prepare", "scan", "outputs", "recurrent", "conv", "update", "norm")
+KERNELS = ("prepare", "scan", "outputs", "step", "conv", "norm")
 STRIDE, CHANNELS = 12352, 1536
 
 
@@ -44,19 +45,19 @@ def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None):
         case "outputs":
             shared |= delta.outputs_options(sizes, dtype)
             return compiled(delta.outputs_kernel, *given, INTS, INTS, parts, x, **shared)
-        case "recurrent":
-            constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": queries}
-            arguments = *given, gates, strides, INTS, INTS, INTS, FP32, x, 0.1
-            return compiled(recurrent.recurrent_gated_delta_rule_kernel, *arguments, **constants, **options)
+        case "step":
+            most = 2 * queries - 1
+            constants = {"SIZES": sizes, "TAPS": 4, "RING": most + 3, "QUERIES": queries}
+            constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
+            places = step.DeltaSlots(x, x, FP32), step.DeltaTokens(INTS, INTS, INTS if queries > 1 else None)
+            arguments = *given, *given, gates, strides, x, x, *places, x, 0.1, 1e-6
+            options |= step.step_options(sizes, most, caps)
+            return compiled(step.gated_delta_net_step_kernel, *arguments, **constants, **options)
         case "norm":
             constants = {"HEADS": 8, "D": D, "ROWS": 2048 // D, "BLOCK": D}
             return compiled(rms_norm_gated_kernel, x, x, STRIDE, x, x, 640, 1e-6, **constants, **options)
-    constants = {"CHANNELS": CHANNELS, "TAPS": 4}
-    arguments = *given, x, x, INTS, INTS, INTS, x
-    if name == "conv":
-        return compiled(conv.causal_conv1d_kernel, *arguments, **constants, BLOCK=conv.CHANNELS, ROWS=64, **options)
-    constants |= {"BLOCK": conv.STEP_CHANNELS, "QUERIES": queries}
-    return compiled(conv.causal_conv1d_update_kernel, *arguments, **constants, **options)
+    constants = {"CHANNELS": CHANNELS, "TAPS": 4, "RING": 3, "BLOCK": conv.CHANNELS, "ROWS": 64}
+    return compiled(conv.causal_conv1d_kernel, *given, x, x, INTS, INTS, INTS, x, **constants, **options)
 
 
 @pytest.mark.triton_internals
@@ -69,7 +70,7 @@ def test_compiles_and_fits(arch, name):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["prepare", "scan", "outputs", "recurrent"])
+@pytest.mark.parametrize("name", ["prepare", "scan", "outputs", "step"])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 128), (torch.float16, 16)])
 def test_other_heads_compile_and_fit(dtype, D, name):
     assert built(name, "sm_90", dtype, D).metadata.shared <= SHARED["sm_90"]
@@ -115,17 +116,15 @@ def test_a_descriptor_that_is_not_whole_is_found(monkeypatch):
         assert len(broken_sums(None, None)) == count
 
 
-@pytest.mark.parametrize("name", ["recurrent", "update"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_steps_with_drafts_compile_without_a_stack(arch, name, tmp_path):
-    assert stack_bytes(built(name, arch, queries=4), tmp_path) == 0
+def test_steps_with_drafts_compile_without_a_stack(arch, tmp_path):
+    assert stack_bytes(built("step", arch, queries=4), tmp_path) == 0
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", ["recurrent", "update"])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_steps_with_drafts_fit(arch, name):
-    kernel = built(name, arch, queries=4)
+def test_steps_with_drafts_fit(arch):
+    kernel = built("step", arch, queries=4)
     assert kernel.metadata.shared <= SHARED[arch]
     check_compiles(kernel, arch)
 

@@ -8,7 +8,7 @@ from tests.ops.checking import assert_close, check, inputs_of, run_cases
 from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated, random
 from weft import ops
 from weft.ops.case import BF16, FP32, Case
-from weft.ops.linear_attention import causal_conv1d, gated_delta_rule, recurrent_gated_delta_rule, rms_norm_gated
+from weft.ops.linear_attention import causal_conv1d, gated_delta_net_step, gated_delta_rule, rms_norm_gated
 from weft.ops.op import find_op
 
 KEY_HEADS, HEADS, K, V, TAPS = 1, 2, 16, 32, 4
@@ -58,45 +58,62 @@ def test_a_prompt_in_two_pieces_is_a_prompt_in_one(cut, dtype, device):
     everywhere(run, device)
 
 
+def kept_by(slots, ring, dtype, device, fill=0.0):
+    """States in which nothing is kept."""
+    shapes = (slots, ring, COLUMNS), (slots, ring, 2 * HEADS)
+    parts = [torch.full(shape, fill, dtype=dtype, device=device) for shape in shapes]
+    return ops.DeltaSlots(*parts, torch.full((slots, HEADS, K, V), fill, device=device))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_go_on_after_a_prompt_and_rejected_tokens_are_undone(device):
-    """A step of three tokens, of which one is accepted, and another from there: as if the two had never been."""
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+@pytest.mark.parametrize("length", [0, 2, 5])
+def test_steps_go_on_after_a_prompt_and_rejected_tokens_are_left_out(length, accepted, device):
+    """A step of a token and two drafts, of which some are accepted, and more steps from there: as if the rest had never been.
+
+    Steps are of three, one and two tokens; the ring is as small as it may be.
+    """
 
     def run(device):
-        x, gates = random((8, COLUMNS), FP32, device), gates_of(8, FP32, device)
-        weight = random((COLUMNS, TAPS), FP32, device, 9)
-        conv, state = x.new_zeros(5, TAPS - 1, COLUMNS), x.new_zeros(5, HEADS, K, V)
-        every = ops.SequenceChunks.make([(0, 8)], [4]).to(x.device)
-        whole = ops.gated_delta_rule(ops.causal_conv1d(x, weight, conv, every), gates, state, every)
+        total = length + 1 + accepted + 1 + 2
+        x, gates = random((total, COLUMNS), FP32, device), gates_of(total, FP32, device)
+        z, weight = random((total, HEADS * V), FP32, device, 8), random((COLUMNS, TAPS), FP32, device, 9)
+        norm = random((V,), FP32, device, 10), 1e-6
+        kept = kept_by(3, TAPS - 1 + 3 + 2, FP32, device, fill=7.0)
 
-        def step(rows, source, after):
-            before = [5 + n + 1 for n in range(len(after))] if source == 0 else [6 + n + 1 for n in range(len(after))]
-            lengths, slots = places(before, [source], x.device)
-            targets = torch.tensor(after, dtype=torch.int32, device=x.device)
-            mixed = ops.causal_conv1d_update(x[rows], weight, conv, lengths, slots, targets)
-            return ops.recurrent_gated_delta_rule(mixed, rows_of(gates, rows), state, lengths, slots, targets)
+        def prompt(count, slot):
+            chunks, rows = ops.SequenceChunks.make([(0, count)], [slot]).to(x.device), slice(0, count)
+            mixed = ops.causal_conv1d(x[rows], weight, kept.inputs, chunks)
+            out = ops.gated_delta_rule(mixed, rows_of(gates, rows), kept.state, chunks)
+            return ops.rms_norm_gated(out, z[rows], *norm).flatten(1)
 
-        first = ops.SequenceChunks.make([(0, 5)], [0]).to(x.device)
-        mixed = ops.causal_conv1d(x[:5], weight, conv, first)
-        ops.gated_delta_rule(mixed, rows_of(gates, slice(0, 5)), state, first)
-        wrong = torch.tensor([5, 0, 1], device=x.device)
-        step(wrong, 0, [1, 2, 0])
-        out = step(torch.tensor([6, 7], device=x.device), 1, [1, 2])
-        assert_close(out, whole[6:].double(), 64 * K, what="after undone tokens")
-        assert_close(state[2], state[4].double(), 64 * K, what="the state after it")
-        assert_close(conv[2], conv[4].double(), 4, what="the convolution's state after it")
+        def step(rows, before, pending):
+            rows = torch.tensor(rows, device=x.device)
+            lengths, slots = places([before + n + 1 for n in range(len(rows))], [1], x.device)
+            tokens = ops.DeltaTokens(lengths, slots, torch.tensor([pending], dtype=torch.int32, device=x.device))
+            return ops.gated_delta_net_step(x[rows], z[rows], rows_of(gates, rows), weight, norm, kept, tokens)
+
+        whole = prompt(total, 2)
+        if length:
+            prompt(length, 1)
+        drafts = [length + 1 + n if n < accepted else 0 for n in range(2)]
+        outs = [step([length, *drafts], length, 0)[: 1 + accepted]]
+        now = length + 1 + accepted
+        outs.append(step([now], now, accepted))
+        outs.append(step([now + 1, now + 2], now + 1, 0))
+        assert_close(torch.cat(outs), whole[length:].double(), 64 * K, what="after rejected tokens")
+        assert (kept.state[0] == 7).all() and (kept.inputs[0] == 7).all() and (kept.rates[0] == 7).all()
 
     everywhere(run, device)
 
 
 def test_states_of_other_slots_and_of_padding_stay():
     def main(team):
-        x, gates = random((3, COLUMNS), FP32, "cpu"), gates_of(3, FP32, "cpu")
-        conv, state = torch.full((4, TAPS - 1, COLUMNS), 7.0), torch.full((4, HEADS, K, V), 7.0)
-        lengths, slots = places([1, 0, 3], [1, 2, 3], "cpu")
-        mixed = ops.causal_conv1d_update(x, random((COLUMNS, TAPS), FP32, "cpu"), conv, lengths, slots)
-        ops.recurrent_gated_delta_rule(mixed, gates, state, lengths, slots)
-        for one in (conv, state):
+        x, gates, kept = random((3, COLUMNS), FP32, "cpu"), gates_of(3, FP32, "cpu"), kept_by(4, 4, FP32, "cpu", 7.0)
+        z, weight, norm = torch.ones(3, HEADS * V), random((COLUMNS, TAPS), FP32, "cpu"), (torch.ones(V), 1e-6)
+        tokens = ops.DeltaTokens(*places([1, 0, 3], [1, 2, 3], "cpu"))
+        ops.gated_delta_net_step(x, z, gates, weight, norm, kept, tokens)
+        for one in kept:
             assert (one[[0, 2]] == 7).all() and (one[[1, 3]] != 7).any()
 
     weft.simulate(main, 1)
@@ -139,20 +156,64 @@ def test_wrong_arguments_of_the_delta_rule_are_refused(message, change):
     check_refused(ops.gated_delta_rule, [change.get(at, one) for at, one in enumerate(delta_arguments())], message)
 
 
-def test_wrong_arguments_of_convolutions_and_steps_are_refused():
-    x, weight, state = torch.ones(4, 8), torch.ones(8, 4), torch.zeros(2, 3, 8)
-    lengths, slots = places([1, 2, 3, 4], [0, 1], "cpu")
-    update = ops.causal_conv1d_update
-    check_refused(update, (x, torch.ones(8, 5), state, lengths, slots), "weight has K=5 columns, not 2 to 4")
-    check_refused(update, (x, weight, torch.zeros(2, 4, 8), lengths, slots), "state has shape (2, 4, 8)")
-    check_refused(update, (x, weight, state, lengths, slots), "after has shape (2,); it must be (4,)")
-    check_refused(update, (x[:3], weight, state, lengths[:3], slots, lengths[:3]), "3 rows of 2 slots")
+def test_wrong_arguments_of_convolutions_and_norms_are_refused():
+    x, weight, state, chunks = (
+        torch.ones(4, 8),
+        torch.ones(8, 4),
+        torch.zeros(2, 3, 8),
+        ops.SequenceChunks.make([(0, 4)], [0]),
+    )
+    conv = ops.causal_conv1d
+    check_refused(conv, (x, torch.ones(8, 5), state, chunks), "weight has K=5 columns, not 2 to 4")
+    check_refused(conv, (x, weight, torch.zeros(2, 3, 7), chunks), "state has shape (2, 3, 7)")
+    check_refused(conv, (x, weight, torch.zeros(2, 2, 8), chunks), "state has 2 rows of a sequence")
     normed = torch.ones(2, 2, 4), torch.ones(2, 8), torch.ones(3), 1e-6
     check_refused(ops.rms_norm_gated, normed, "weight has shape (3,); it must be (4,)")
 
 
-DELTA, STEP = {"spans": ((0, 1), (5, 64), (0, 65))}, {"lengths": (9, 0)}
-SLOW, CONV = {"spans": ((3, 150),), "kind": "slow"}, {"spans": ((0, 5), (3, 1), (70, 2), (0, 130))}
+def step_arguments():
+    x, z, gates, kept = (
+        torch.ones(4, COLUMNS),
+        torch.ones(4, HEADS * V),
+        gates_of(4, FP32, "cpu"),
+        kept_by(3, 7, FP32, "cpu"),
+    )
+    tokens = ops.DeltaTokens(*places([1, 2, 3, 4], [0, 1], "cpu"))
+    return x, z, gates, torch.ones(COLUMNS, TAPS), (torch.ones(V), 1e-6), kept, tokens
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("z has shape (4, 63); it must be (4, 64)", {1: torch.ones(4, HEADS * V - 1)}),
+        ("weight has K=5 columns, not 2 to 4", {3: torch.ones(COLUMNS, 5)}),
+        ("norm=3 is not (weight, eps)", {4: 3}),
+        ("norm[0] has shape (3,); it must be (32,)", {4: (torch.ones(3), 1e-6)}),
+        ("kept=5 are not DeltaSlots", {5: 5}),
+        (
+            "kept.inputs has 4 rows of a sequence; 2 new tokens and a convolution over 4 need 5",
+            {5: kept_by(3, 4, FP32, "cpu")},
+        ),
+        (
+            "kept.rates has shape (3, 9, 4); it must be (3, 7, 4)",
+            {5: step_arguments()[5]._replace(rates=torch.zeros(3, 9, 4))},
+        ),
+        ("tokens=5 are not DeltaTokens", {6: 5}),
+        ("tokens.lengths has shape (3,); it must be (4,)", {6: ops.DeltaTokens(*places([1, 2, 3], [0, 1], "cpu"))}),
+        ("4 rows of 3 slots", {6: ops.DeltaTokens(*places([1, 2, 3, 4], [0, 1, 2], "cpu"))}),
+        (
+            "tokens.pending.dtype=torch.int64",
+            {6: step_arguments()[6]._replace(pending=torch.zeros(2, dtype=torch.int64))},
+        ),
+    ],
+)
+def test_wrong_arguments_of_steps_are_refused(message, change):
+    arguments = [change.get(at, one) for at, one in enumerate(step_arguments())]
+    check_refused(ops.gated_delta_net_step, arguments, message)
+
+
+DELTA, STEP = {"spans": ((0, 1), (5, 64), (0, 65))}, {"lengths": ((9, 1), (0, 0)), "ring": 6}
+SLOW, CONV = {"spans": ((3, 150),), "kind": "slow"}, {"spans": ((0, 5), (3, 1), (70, 2), (0, 130)), "ring": 7}
 MISTAKES = [
     ("updates in reverse", gated_delta_rule, "(total - G)", "(G - total)", DELTA),
     ("no state before", gated_delta_rule, "+ 2) > 0, S, 0.0)", "+ 2) < 0, S, 0.0)", DELTA),
@@ -164,24 +225,29 @@ MISTAKES = [
     ("the first chunk's decay", gated_delta_rule, "factors + kept + after * H)", "factors + kept)", {"spans": ((7, 130),)}),
     ("chunks of the sequence before", gated_delta_rule, "place_of_chunk = number +", "place_of_chunk =", DELTA),
     ("no state for outputs", gated_delta_rule, "of_key[None, :]), read)", "of_key[None, :]), read * 0)", DELTA),
-    ("no decay", recurrent_gated_delta_rule, "S *= tl.exp(g)", "S *= tl.exp(0 * g)", STEP),
-    ("reads before the update", recurrent_gated_delta_rule, "delta = (v - tl.sum(S * k[:, None], 0))", "delta = v", STEP),
-    ("keys of other heads", recurrent_gated_delta_rule, "head // (H // SIZES.key_heads)", "head % SIZES.key_heads", STEP),
+    ("no decay", gated_delta_net_step, "S *= tl.exp(-rate", "S *= tl.exp(0 * rate", STEP),
+    ("reads before the update", gated_delta_net_step, "tl.sum(S * k[:, None], 0)", "0", STEP),
+    ("keys of other heads", gated_delta_net_step, "= head // (H // SIZES.key_heads)", "= head % SIZES.key_heads", STEP),
+    ("no pending tokens", gated_delta_net_step, "before > 0, tl.load(tokens", "before < 0, tl.load(tokens", STEP),
+    ("a state with drafts", gated_delta_net_step, "if token == pending:", "if token >= pending:", STEP),
+    ("inputs of another place", gated_delta_net_step, "store(inputs + at %", "store(inputs + (at + 1) %", STEP),
+    ("rates of another token", gated_delta_net_step, "rates + (before - pending +", "rates + (before +", STEP),
+    ("the row before", gated_delta_net_step, "[:, None] == place", "[:, None] == place - 1", STEP),
+    ("lags of steps in reverse", gated_delta_net_step, "(TAPS - 1 - lag)", "lag", STEP),
     ("taps in reverse", causal_conv1d, "(TAPS - 1 - lag)", "lag", CONV),
-    ("states not moved up", causal_conv1d, "old + (length + row)", "old + (0 * length + row)", CONV),
-    ("two rows swapped", causal_conv1d, "three, two, one = two, one, token", "three, two, one = one, two, token", STEP),
+    ("rows kept elsewhere", causal_conv1d, "old + (before + last) % RING", "old + last % RING", CONV),
     ("gate before the norm", rms_norm_gated, "value * value", "value * value * gates", {}),
 ]  # fmt: skip
 SIZES = {
-    "gated_delta_rule": (1, 2, 16, 16), "recurrent_gated_delta_rule": (2, 4, 16, 16, 2), "causal_conv1d": (32, 4),
-    "causal_conv1d_update": (32, 4, 3), "rms_norm_gated": (7, 3, 128),
+    "gated_delta_rule": (1, 2, 16, 16), "gated_delta_net_step": (2, 4, 16, 16, 4, 2), "causal_conv1d": (32, 4),
+    "rms_norm_gated": (7, 3, 128),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "module", "old", "new", "fields"), MISTAKES, ids=[one[0] for one in MISTAKES])
 def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
     """Each changes one line of a kernel; the case is right without it."""
-    kind = module.__name__.rpartition(".")[2] + ("_update" if module is causal_conv1d and "lengths" in fields else "")
+    kind = module.__name__.rpartition(".")[2]
     case = Case(op=kind, world_size=1, dtype=FP32, sizes=SIZES[kind], fields=tuple(fields.items()))
     weft.simulate(run_cases, 1, args=([case], 1))
     mutant = mutated(module, old, new, f"mutant_of_{kind}", tmp_path)
@@ -192,11 +258,14 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
         given = list(inputs)
         if kind == "rms_norm_gated":
             result = changed.forward(*given, 1e-6)
+        elif kind == "gated_delta_net_step":
+            kept, (qkv, z, *gates, conv, norm) = mutant.DeltaSlots(*(x.clone() for x in given[8:])), given[:8]
+            out = changed.forward(qkv, z, ops.Gates(*gates), conv, norm, 1e-6, kept, mutant.tokens_of(case))
+            result = out, *kept
         else:
             given[-1] = given[-1].clone()
             given[1:-1] = [ops.Gates(*given[1:-1])] if "delta" in kind else given[1:-1]
-            place = causal_conv1d.chunks_of(case) if case.field("spans") else causal_conv1d.step_of(case)
-            result = changed.forward(*given, place), given[-1]
+            result = changed.forward(*given, causal_conv1d.chunks_of(case)), given[-1]
         check(case, 0, [inputs], result)
 
     with pytest.raises(AssertionError, match="wrong"):

@@ -145,7 +145,7 @@ class WeftSession:
     def fill_at_random(self) -> None:
         self.cache.data.normal_()
         if self.cache.states is not None:
-            for part in (self.cache.states.conv, self.cache.states.delta):
+            for part in self.cache.states.kept:
                 part.normal_()
 
     def is_sharded(self, tokens: int) -> bool:

@@ -7,7 +7,7 @@
 
 A row's token is chosen as without drafts, and it counts only where all tokens before it are the chosen ones. Keys and values of
 rejected drafts stay in the cache after the slot's position: they are written again before a row attends to them. States of
-gated delta nets are kept after each row, and the slot goes on from the one after draft a (weft.parallel.delta_states).
+gated delta nets take the first row, and accepted drafts in the next step (weft.parallel.delta_states).
 """
 
 from __future__ import annotations

@@ -59,12 +59,16 @@ class Gates(NamedTuple):
 
 
 @triton.jit
+def softplus(x):
+    return tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
+
+
+@triton.jit
 def decay_and_rate(gates, strides, row, exists, head):
     """(g, beta) of rows of tokens, fp32; zeros where none ``exists``. strides: of a and b."""
     a = tl.load(gates.a + row * strides[0] + head, mask=exists, other=0).to(tl.float32) + tl.load(gates.dt_bias + head)
     b = tl.load(gates.b + row * strides[1] + head, mask=exists, other=0).to(tl.float32)
-    softplus = tl.where(a > 20, a, tl.log(1 + tl.exp(tl.minimum(a, 20))))
-    g = -tl.exp(tl.load(gates.A_log + head)) * softplus
+    g = -tl.exp(tl.load(gates.A_log + head)) * softplus(a)
     return tl.where(exists, g, 0.0), tl.where(exists, tl.sigmoid(b), 0.0)
 
 

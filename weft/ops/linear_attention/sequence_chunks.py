@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,45 +80,3 @@ def check_columns(op: str, name: str, x: torch.Tensor) -> None:
             f"{op}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass rows [tokens, columns], which may be "
             f"columns of a wider tensor"
         )
-
-
-class Step(NamedTuple):
-    """Few new tokens of each of B sequences, in rows that follow each other. All int32.
-
-    lengths  [T]: tokens of the sequence up to and with a row's; 0: padding
-    slots    [B]: index of a sequence's state before the step
-    after    [T]: index of the state after a token
-    """
-
-    lengths: torch.Tensor
-    slots: torch.Tensor
-    after: torch.Tensor
-
-    @classmethod
-    def checked(
-        cls, op: str, x: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, after: torch.Tensor | None
-    ) -> Step:
-        """Step of the rows of x; after: None: ``slots``. ValueError for tensors that do not fit."""
-        step, tokens = cls(lengths, slots, slots if after is None else after), x.shape[0]
-        for name, tensor, shape in zip(cls._fields, step, ((tokens,), ("B",), (tokens,)), strict=True):
-            check_like(op, name, tensor, x.device, (torch.int32,))
-            check_shape(op, name, tensor, shape)
-        batch = len(slots)
-        if tokens % batch if batch else tokens:
-            raise ValueError(f"{op}: {tokens} rows of {batch} slots; pass as many rows of every sequence")
-        return step
-
-    def to(self, device: torch.device) -> Step:
-        return Step(*(x.to(device) for x in self))
-
-    @property
-    def queries(self) -> int:
-        """New tokens of a sequence."""
-        return len(self.lengths) // len(self.slots)
-
-    def rows(self, states: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(row, first row of its sequence, that one's state before) of each token; waits for the device."""
-        for row in (self.lengths > 0).nonzero().flatten().tolist():
-            first = row // self.queries * self.queries
-            before = states[self.slots[row // self.queries]]
-            yield row, first, before if self.lengths[first] > 1 else torch.zeros_like(before)

@@ -1,0 +1,408 @@
+"""gated_delta_net_step: convolution, gated delta rule and gated norm of a few new tokens a sequence.
+
+    qkv = silu(conv(qkv)); S, out = rule(S, qkv, a, b); out = RMSNorm(out) * norm * silu(z)         token by token
+
+A sequence's state S is kept after the first new token: later ones may be drafts that turn out wrong. Their inputs are kept,
+which are few bytes: ``pending`` says how many drafts were right, and the next step begins with their updates. So a step reads
+and writes S once, whatever the number of its tokens, and nothing is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.arguments import quoted
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.linear_attention.causal_conv1d import check_convolution, convolved, rows_before
+from weft.ops.linear_attention.delta_rule import (
+    L2_EPS,
+    DeltaSizes,
+    Gates,
+    Recurrence,
+    check_delta_rule,
+    kernel_gates,
+    sizes_of,
+    softplus,
+)
+from weft.ops.linear_attention.gated_delta_rule import delta_inputs
+from weft.ops.linear_attention.sequence_chunks import check_columns
+from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
+from weft.ops.registration import check_scalar
+from weft.runtime.arithmetic import next_power_of_2
+from weft.runtime.capabilities import Capabilities, launch_options
+from weft.runtime.team.team import Team
+
+CASES_EPS = 1e-6
+
+
+class DeltaSlots(NamedTuple):
+    """States of sequences by slot, written in place.
+
+    inputs  [slots, ring, columns] of the dtype of q, k and v: elements of token p before the convolution, at row p % ring
+    rates   [slots, ring, 2 * value heads] of that dtype: a and b of token p
+    state   fp32 [slots, value heads, K, V]
+    """
+
+    inputs: torch.Tensor
+    rates: torch.Tensor
+    state: torch.Tensor
+
+
+class DeltaTokens(NamedTuple):
+    """Few new tokens of each of B sequences, in rows that follow each other. All int32.
+
+    lengths  [T]: tokens of the sequence up to and with a row's; 1: its state begins as zeros; 0: padding, after its sequence's
+             new tokens, whose row of the result is undefined
+    slots    [B]: index of a sequence's state; no two sequences with tokens have the same
+    pending  [B]: tokens before the new ones that the state does not have yet, whose inputs are in the slot; None: none. They,
+             the new ones of a sequence and the tokens of the convolution before them are at most ``ring``
+    """
+
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    pending: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> DeltaTokens:
+        return DeltaTokens(*(None if x is None else x.to(device) for x in self))
+
+    @property
+    def queries(self) -> int:
+        """New tokens of a sequence."""
+        return len(self.lengths) // len(self.slots)
+
+    def spans(self) -> list[tuple[int, int, int, int, int]]:
+        """(first row, new tokens, tokens before, pending tokens, slot) of each sequence; waits for the device."""
+        lengths = self.lengths.view(-1, self.queries).tolist()
+        pending = [0] * len(lengths) if self.pending is None else self.pending.tolist()
+        return [
+            (at * self.queries, sum(one > 0 for one in of), of[0] - 1, pending[at] if of[0] > 1 else 0, slot)
+            for at, (of, slot) in enumerate(zip(lengths, self.slots.tolist(), strict=True))
+            if of[0] > 0
+        ]
+
+
+@triton.jit
+def convolved_tokens(
+    x,
+    stride,
+    inputs,
+    position,
+    before,
+    end,
+    conv,
+    column,
+    TAPS: tl.constexpr,
+    RING: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """silu of the convolution at ``position`` [n], rounded to x's dtype, in fp32: [n, columns].
+
+    x  row ``before`` of the sequence: rows from there to ``end`` are new, the ones before are kept in ``inputs``
+    """
+    inside = column[None, :] >= 0
+    acc = tl.zeros([position.shape[0], column.shape[0]], tl.float32)
+    for lag in tl.static_range(TAPS):
+        at = position[:, None] - lag
+        new, old = inside & (at >= before) & (at < end), inside & (at >= 0) & (at < before)
+        value = tl.load(x + (at - before) * stride + column[None, :], mask=new, other=0).to(tl.float32)
+        value += tl.load(inputs + at % RING * COLUMNS + column[None, :], mask=old, other=0).to(tl.float32)
+        acc += value * tl.load(conv + column * TAPS + (TAPS - 1 - lag)).to(tl.float32)[None, :]
+    return (acc * tl.sigmoid(acc)).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def keep_inputs(x, stride, inputs, position, before, end, column, writes, RING: tl.constexpr, COLUMNS: tl.constexpr):
+    """Keep elements of the new tokens among ``position``, if ``writes``; arguments as above."""
+    at = position[:, None]
+    new = (column[None, :] >= 0) & (at >= before) & (at < end) & writes
+    value = tl.load(x + (at - before) * stride + column[None, :], mask=new, other=0)
+    tl.store(inputs + at % RING * COLUMNS + column[None, :], value, mask=new)
+
+
+@triton.jit
+def row_of(rows, place):
+    """rows[place] of rows [n, elements]."""
+    this = tl.arange(0, rows.shape[0])[:, None] == place
+    return tl.sum(tl.where(this, rows, 0.0), 0)
+
+
+@triton.jit
+def gated_delta_net_step_kernel(
+    qkv, stride, z, z_stride, gates, strides, conv, norm, kept, tokens, out, scale, eps, SIZES: tl.constexpr,
+    TAPS: tl.constexpr, RING: tl.constexpr, QUERIES: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """New tokens of one sequence and value head, after the pending ones: the module has the equations.
+
+    grid: (sequences, value heads)
+    qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
+    conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
+    SOME, MOST  powers of two: at least QUERIES, and at least QUERIES with the most pending tokens that the ring can have
+
+    Programs share no element of a state. They read inputs and rates that are kept of tokens before the new ones, and keep the
+    new ones, each column by one program: the ring holds both, so no program overwrites what another one reads.
+    """
+    H: tl.constexpr = SIZES.value_heads
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    C: tl.constexpr = 2 * SIZES.key_heads * K + H * V
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_key, of_value = tl.arange(0, K), tl.arange(0, V)
+    key_head = head // (H // SIZES.key_heads)
+    q_at, k_at = key_head * K + of_key, (SIZES.key_heads + key_head) * K + of_key
+    v_at = 2 * SIZES.key_heads * K + head * V + of_value
+    wl.follow_previous_kernel()
+    begin, some = sequence * QUERIES, tl.arange(0, SOME)
+    before = tl.load(tokens.lengths + begin) - 1
+    new = tl.sum((tl.load(tokens.lengths + begin + some, mask=some < QUERIES, other=0) > 0).to(tl.int32), 0)
+    slot = tl.load(tokens.slots + sequence).to(tl.int64)
+    state = kept.state + (slot * H + head) * (K * V) + (of_key[:, None] * V + of_value[None, :])
+    rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
+    S = tl.load(state, mask=(of_key[:, None] >= 0) & (before > 0), other=0.0)
+    pending = 0
+    if tokens.pending is not None:
+        pending = tl.where(before > 0, tl.load(tokens.pending + sequence), 0)
+    end, count = before + new, tl.where(new > 0, pending + new, 0)
+    x, inputs, rates = qkv + begin * stride, kept.inputs + slot * (RING * C), kept.rates + slot * (RING * 2 * H) + head
+    position = before - pending + tl.arange(0, MOST)
+    k_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, k_at, TAPS, RING, C)
+    q_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, q_at, TAPS, RING, C)
+    v_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, v_at, TAPS, RING, C)
+    k_rows *= tl.rsqrt(tl.sum(k_rows * k_rows, 1) + L2_EPS)[:, None]
+    q_rows *= (tl.rsqrt(tl.sum(q_rows * q_rows, 1) + L2_EPS) * scale)[:, None]
+    first_of_key = head % (H // SIZES.key_heads) == 0
+    keep_inputs(x, stride, inputs, position, before, end, q_at, first_of_key, RING, C)
+    keep_inputs(x, stride, inputs, position, before, end, k_at, first_of_key, RING, C)
+    keep_inputs(x, stride, inputs, position, before, end, v_at, True, RING, C)
+    norm_weight = tl.load(norm + of_value).to(tl.float32)
+    tl.debug_barrier()  # all threads have read the state
+    for token in range(count):
+        row, its_rates = begin + token - pending, rates + (before - pending + token) % RING * (2 * H)
+        a = tl.load(gates.a + row * strides[0] + head, mask=token >= pending, other=0)
+        b = tl.load(gates.b + row * strides[1] + head, mask=token >= pending, other=0)
+        a += tl.load(its_rates, mask=token < pending, other=0)
+        b += tl.load(its_rates + H, mask=token < pending, other=0)
+        k, v = row_of(k_rows, token), row_of(v_rows, token)
+        S *= tl.exp(-rate * softplus(a.to(tl.float32) + bias))
+        delta = (v - tl.sum(S * k[:, None], 0)) * tl.sigmoid(b.to(tl.float32))
+        S += k[:, None] * delta[None, :]
+        if token >= pending:
+            if token == pending:
+                tl.store(state, S)
+            result = tl.sum(S * row_of(q_rows, token)[:, None], 0).to(dtype).to(tl.float32)
+            gate = tl.load(z + row * z_stride + head * V + of_value).to(tl.float32)
+            normed = result * tl.rsqrt(tl.sum(result * result, 0) / V + eps) * norm_weight
+            tl.store(out + (row * H + head) * V + of_value, (normed * gate * tl.sigmoid(gate)).to(dtype))
+            tl.store(its_rates, a)
+            tl.store(its_rates + H, b)
+
+
+def gated_delta_net_step(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    gates: Gates,
+    conv: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    kept: DeltaSlots,
+    tokens: DeltaTokens,
+) -> torch.Tensor:
+    """A gated delta net between its projections, of few new tokens of each of B sequences.
+
+    qkv     [T, 2 * key heads * K + value heads * V] before the convolution, fp16, bf16 or fp32: heads of q, of k, and of v. T
+            is a multiple of B. Value heads h share key head h // (value heads / key heads)
+    z       [T, value heads * V], the gate of the norm
+    gates   a, b [T, value heads] of qkv's dtype, A_log, dt_bias [value heads] fp32
+    conv    [columns of qkv, taps], the last column for the token itself; at most 4 taps
+    norm    weight [V] and epsilon of the RMSNorm of each head
+    kept    the sequences' states, read and written in place: after the first new token of a sequence, with the inputs of all
+    tokens  which rows and slots are whose, and how many tokens each state has yet to take
+
+    Returns [T, value heads * V] of qkv's dtype. qkv, z, a and b may be columns of a wider tensor. Tokens that turn out wrong
+    are not counted in ``pending`` the next time, and the next tokens are kept in their place.
+
+    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    name = "gated_delta_net_step"
+    if not isinstance(kept, DeltaSlots):
+        raise ValueError(f"{name}: kept={quoted(kept)} are not DeltaSlots; pass DeltaSlots(inputs, rates, state)")
+    check_delta_rule(name, qkv, gates, kept.state)
+    check_convolution(name, qkv, conv, kept.inputs)
+    weight, eps = _norm_of(name, norm)
+    check_scalar(name, "norm[1]", eps)
+    heads, V = kept.state.shape[1], kept.state.shape[3]
+    for what, tensor, shape in (("z", z, (qkv.shape[0], heads * V)), ("norm[0]", weight, (V,))):
+        check_like(name, what, tensor, qkv.device, (qkv.dtype,))
+        check_shape(name, what, tensor, shape)
+    check_columns(name, "z", z)
+    _check_tokens(name, qkv, tokens)
+    ring = kept.inputs.shape[1]
+    check_like(name, "kept.rates", kept.rates, qkv.device, (qkv.dtype,))
+    check_shape(name, "kept.rates", kept.rates, (kept.state.shape[0], ring, 2 * heads))
+    check_shape(name, "kept.inputs", kept.inputs, (kept.state.shape[0], ring, qkv.shape[1]))
+    if not kept.rates.is_contiguous():
+        raise ValueError(
+            f"{name}: kept.rates has strides {kept.rates.stride()}; it is written in place, so pass it contiguous"
+        )
+    needed = conv.shape[1] - 1 + tokens.queries if len(tokens.slots) else 0
+    if ring < needed:
+        raise ValueError(
+            f"{name}: kept.inputs has {ring} rows of a sequence; {tokens.queries} new tokens and a convolution over "
+            f"{conv.shape[1]} need {needed}, and one more for each pending token"
+        )
+    return GATED_DELTA_NET_STEP.dispatch(qkv, z, gates, conv, weight, eps, kept, tokens)
+
+
+def _norm_of(op: str, norm: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, float]:
+    if not isinstance(norm, tuple) or len(norm) != 2:
+        raise ValueError(f"{op}: norm={quoted(norm)} is not (weight, eps)")
+    return norm
+
+
+def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
+    if not isinstance(tokens, DeltaTokens):
+        raise ValueError(
+            f"{op}: tokens={quoted(tokens)} are not DeltaTokens; pass DeltaTokens(lengths, slots, pending)"
+        )
+    count = qkv.shape[0]
+    for name, shape in (("lengths", (count,)), ("slots", ("B",)), ("pending", ("B",))):
+        tensor = getattr(tokens, name)
+        if tensor is not None or name != "pending":
+            check_like(op, f"tokens.{name}", tensor, qkv.device, (torch.int32,))
+            check_shape(op, f"tokens.{name}", tensor, shape)
+    batch = len(tokens.slots)
+    if count % batch if batch else count:
+        raise ValueError(f"{op}: {count} rows of {batch} slots; pass as many rows of every sequence")
+    if tokens.pending is not None:
+        check_shape(op, "tokens.pending", tokens.pending, (batch,))
+
+
+class GatedDeltaNetStep(Op):
+    name, alias = "gated_delta_net_step", "gated-delta-net-step"
+    no_plan = "one kernel; a program has a sequence and value head, whose size decides its warps"
+    mutates = ("inputs", "rates", "state")
+    collective = False
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Tensors of a call. sizes: key heads, value heads, K, V, taps, new tokens of a sequence."""
+        *heads, taps, _ = case.sizes
+        sizes, tokens, ring = DeltaSizes(*heads), tokens_of(case), case.field("ring")
+        slots = len(tokens.slots) + 1
+        qkv, a, b, A_log, dt_bias, state = delta_inputs(sizes, len(tokens.lengths), slots, draw, case)
+        columns, values = sizes.columns, sizes.value_heads * sizes.V
+        return (
+            qkv, draw.own("z", (len(qkv), values)), a, b, A_log, dt_bias, draw.own("conv", (columns, taps)),
+            1 + draw.own("norm", (sizes.V,)) / 8, draw.own("inputs", (slots, ring, columns)),
+            draw.own("rates", (slots, ring, 2 * sizes.value_heads)), state,
+        )  # fmt: skip
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> Inputs:
+        return self.of_tokens(case, tokens_of(case), [x.double() for x in by_rank[rank]])
+
+    def of_tokens(self, case: Case, tokens: DeltaTokens, given: Sequence[torch.Tensor]) -> Inputs:
+        """The reference of these tokens; ``given`` in fp64."""
+        qkv, z, a, b, A_log, dt_bias, conv, norm, *kept = given
+        sizes, out, (inputs, rates, state) = DeltaSizes(*case.sizes[:4]), torch.zeros_like(z), (x.clone() for x in kept)
+        for row, new, before, pending, slot in tokens.spans():
+            rows = slice(row, row + new)
+            for token in range(new):
+                at = (before + token) % inputs.shape[1]
+                inputs[slot, at], rates[slot, at] = qkv[row + token], torch.cat((a[row + token], b[row + token]))
+            first, count = before - pending, pending + new
+            places = [at % inputs.shape[1] for at in range(first, first + count)]
+            mixed = convolved(inputs[slot, places], conv, rows_before(inputs[slot], first, conv.shape[1] - 1))
+            mixed = mixed.to(case.dtype).double()
+            both = rates[slot, places].split(sizes.value_heads, dim=1)
+            whole = Recurrence.of(mixed, Gates(*both, A_log, dt_bias), sizes)
+            outs, states = whole.run(state[slot] if before else torch.zeros_like(state[slot]))
+            normed, gate = outs[pending:].to(case.dtype).double(), z[rows].view(new, sizes.value_heads, sizes.V)
+            normed = normed * (normed.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * norm
+            out[rows], state[slot] = (normed * gate * gate.sigmoid()).flatten(1), states[pending]
+        return out, inputs, rates, state
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=16 * case.sizes[2], levels=8)
+
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Inputs:
+        qkv, z, a, b, A_log, dt_bias, conv, norm, *kept = tensors
+        kept = DeltaSlots(*(x.clone(memory_format=torch.contiguous_format) for x in kept))
+        tokens = tokens_of(case).to(qkv.device)
+        qkv, z = (torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in (qkv, z))  # columns of a wider tensor
+        out = gated_delta_net_step(qkv, z, Gates(a, b, A_log, dt_bias), conv, (norm, CASES_EPS), kept, tokens)
+        out = torch.where((tokens.lengths > 0)[:, None], out, 0)
+        return out, kept.inputs, kept.rates, kept.state.to(case.dtype)
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP32, BF16, FP16):
+            for sizes, ring, lengths in (
+                ((1, 2, 16, 16, 4, 1), 4, ((0, 0), (7, 0), (-1, 0), (1, 0))),
+                ((2, 2, 32, 128, 4, 3), 9, ((5, 2), (0, 0), (14, 3))),
+                ((1, 3, 128, 64, 2, 2), 5, ((9, 1),)),
+                ((2, 4, 64, 16, 3, 5), 11, ((1, 0), (-1, 0), (4, 4))),
+            ):
+                yield self.case_of(sizes, dtype, 1, ring=ring, lengths=lengths)
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        gates: Gates,
+        conv: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        kept: DeltaSlots,
+        tokens: DeltaTokens,
+    ) -> torch.Tensor:
+        out, sizes = self.fake(qkv, z, gates, conv, norm, eps, kept, tokens), sizes_of(qkv, kept.state)
+        if out.numel() > 0:
+            taps, ring, queries = conv.shape[1], kept.inputs.shape[1], tokens.queries
+            most = queries if tokens.pending is None else ring + 1 - taps
+            constants = {"SIZES": sizes, "TAPS": taps, "RING": ring, "QUERIES": queries}
+            constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
+            given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
+            places = DeltaTokens(*(None if x is None else x.contiguous() for x in tokens))
+            options = step_options(sizes, most, capabilities_of(qkv.device))
+            grid = len(tokens.slots), sizes.value_heads
+            arguments = *given, kept, places, out, sizes.K**-0.5, eps
+            gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
+        return out
+
+    def fake(self, qkv, z, gates, conv, norm, eps, kept, tokens):
+        return z.new_empty(z.shape)
+
+
+def step_options(sizes: DeltaSizes, most: int, caps: Capabilities) -> dict[str, Any]:
+    """Options of a launch of ``most`` tokens of a sequence.
+
+    A thread holds 64 elements of a state of 128 x 128. Programs of single tokens fit an SM twice, so that one loads while
+    another one stores.
+    """
+    options = {"num_warps": 8 if sizes.K * sizes.V >= 8192 else 4, **launch_options(caps)}
+    return options | ({"maxnreg": 128} if most == 1 and caps.arch.startswith("sm_") else {})
+
+
+def tokens_of(case: Case) -> DeltaTokens:
+    """Tokens of a case; slots in falling order.
+
+    Field ``lengths``: (tokens before, pending ones) of each sequence; -1: padding. The last of more than two new tokens is
+    padding.
+    """
+    sequences, queries = case.field("lengths"), case.sizes[-1]
+    lengths = [
+        0 if before < 0 or (queries > 2 and query == queries - 1) else before + query + 1
+        for before, _ in sequences for query in range(queries)
+    ]  # fmt: skip
+    pending = [one for _, one in sequences]
+    slots = range(len(sequences), 0, -1)
+    lengths, slots, pending = (torch.tensor(x, dtype=torch.int32) for x in (lengths, slots, pending))
+    return DeltaTokens(lengths, slots, pending if pending.any() else None)
+
+
+GATED_DELTA_NET_STEP = GatedDeltaNetStep()
+register(GATED_DELTA_NET_STEP)

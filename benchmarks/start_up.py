@@ -33,6 +33,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import weft
+from weft.bench.harness.machine import revision
 from weft.runtime.files import put
 
 READY_SECONDS = 140.0
@@ -65,7 +67,7 @@ def main() -> None:
                 early=chosen.early,
                 **_serve_seconds(chosen, folder, kill=cache == chosen.caches.split(",")[-1]))  # fmt: skip
     if chosen.json is not None:
-        put(chosen.json, json.dumps(rows, indent=1))
+        put(chosen.json, json.dumps({"revision": revision(Path(weft.__file__).parent), "rows": rows}, indent=1))
 
 
 def _arguments() -> argparse.Namespace:

@@ -243,7 +243,7 @@ def operands(team):
     yield ops.all_reduce, {"x": x, "team": team, "invariant": True}, {"algorithm": ("one_shot", "copy_engine")}
     norm = {"x": TENSOR, "residual": TENSOR, "weight": TENSOR, "eps": ("x", None, [1])}
     valid = {"x": x, "residual": x, "weight": f(8), "eps": 1e-6}
-    yield ops.add_rms_norm, valid, norm
+    yield ops.add_rms_norm, valid, norm | {"residual": TENSOR[1:]}
     yield ops.all_reduce_rms_norm, {**valid, "team": team}, {**norm, **team_and, "factored": FLAG}
     matrices = {"a": TENSOR, "b": TENSOR}
     yield ops.matmul, {"a": x, "b": x}, {**matrices, "invariant": FLAG}
@@ -280,6 +280,8 @@ def operands(team):
     rows = {"chosen": torch.zeros(4, 3, dtype=torch.int64), "rows": torch.zeros(4, 3, dtype=torch.int64)}
     written = {"newest": ids, "results": torch.zeros(4, 5, dtype=torch.int64)}
     yield ops.accept_drafts, {**rows, **written}, dict.fromkeys({**rows, **written}, TENSOR)
+    drafted = {"first": ids, "last": ids, "newest": ids, "proposed": torch.zeros(4, 3, dtype=torch.int64)}
+    yield ops.draft_rows, drafted, dict.fromkeys(drafted, TENSOR)
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
     yield ops.decode_metadata, places, {
         "positions": TENSOR, "pages": TENSOR, "page_size": COUNT, "tickets": (*INT, -1), "queries": (*COUNT, 3),

@@ -402,9 +402,9 @@ def test_a_rank_that_accepts_one_token_more_is_found(byte_model, monkeypatch):
     [(plain, _, _)] = ask(byte_model, PROMPTS[:2], params)
     choose = VerifyGraph._choose
 
-    def choose_one_more(self, size, kind, logits, rows):
+    def choose_one_more(self, size, kind, logits, rows, position):
         before = self.graph.slots.positions.clone()
-        choose(self, size, kind, logits, rows)
+        choose(self, size, kind, logits, rows, position)
         if self.graph.pipeline.team.rank == 1:
             more = ((before >= 0) & (self.results[:, -2] <= self.results[:, -1])).long()
             self.results[:, -2] += more

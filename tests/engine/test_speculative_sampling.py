@@ -80,18 +80,18 @@ def test_sampled_tokens_have_the_distribution_of_the_model(speculative, temperat
     assert min(p_values(speculative, temperature)) > 1e-3
 
 
-def take_all_drafts(self, size, kind, logits, rows):
+def take_all_drafts(self, size, kind, logits, rows, position):
     """Accept every draft, whatever token was drawn."""
     wide = logits.view(size.batch, size.drafts + 1, -1).clone()
     others = torch.arange(wide.shape[-1]) != rows[:, 1:, None]
     wide[:, :-1].masked_fill_((rows[:, 1:, None] >= 0) & others, -torch.inf)
-    return CHOOSE(self, size, kind, wide.view(logits.shape), rows)
+    return CHOOSE(self, size, kind, wide.view(logits.shape), rows, position)
 
 
-def accept_one_more(self, size, kind, logits, rows):
+def accept_one_more(self, size, kind, logits, rows, position):
     """The token after the first rejected draft counts, though it was drawn after the rejected one."""
     before = self.graph.slots.positions[: size.batch].clone()
-    CHOOSE(self, size, kind, logits, rows)
+    CHOOSE(self, size, kind, logits, rows, position)
     counts, positions = self.results[: size.batch, -2], self.graph.slots.positions[: size.batch]
     more = (before >= 0) & (counts <= size.drafts) & (rows.gather(1, counts.clamp(max=size.drafts)[:, None])[:, 0] >= 0)
     counts += more

@@ -51,6 +51,7 @@ from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
 from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.vocab.accept_drafts import accept_drafts
 from weft.ops.vocab.adjust_logits import LogitChanges, adjust_logits
+from weft.ops.vocab.draft_rows import DraftRows, draft_rows
 from weft.ops.vocab.ngram_drafts import ngram_drafts
 from weft.ops.vocab.note_tokens import note_tokens
 from weft.ops.vocab.sample_argmax import join_argmax, sample_argmax
@@ -58,17 +59,17 @@ from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "DeltaSlots", "DeltaTokens", "Dispatched", "Experts", "Explanation", "Gates", "LogitChanges", "Routed",
-    "Routing", "Schedule", "SequenceChunks", "SequenceRanges", "ZigzagRanges", "ZigzagShards", "accept_drafts", "add_adapters",
-    "add_rms_norm", "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul", "all_reduce",
-    "all_reduce_rms_norm", "all_to_all", "barrier", "causal_conv1d", "decode_attention",
-    "decode_metadata", "explain", "gated_delta_net_step", "gated_delta_rule", "gathered_prefill_attention", "grouped_matmul",
+    "DeferredNorm", "DeltaSlots", "DeltaTokens", "Dispatched", "DraftRows", "Experts", "Explanation", "Gates", "LogitChanges",
+    "Routed", "Routing", "Schedule", "SequenceChunks", "SequenceRanges", "ZigzagRanges", "ZigzagShards", "accept_drafts",
+    "add_adapters", "add_rms_norm", "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul",
+    "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "causal_conv1d", "decode_attention", "decode_metadata",
+    "draft_rows", "explain", "gated_delta_net_step", "gated_delta_rule", "gathered_prefill_attention", "grouped_matmul",
     "grouped_matmul_all_reduce_rms_norm", "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence",
     "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_route_schedule",
     "matmul_silu_mul", "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch",
     "moe_schedule", "moe_sum", "ngram_drafts", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads",
-    "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul",
+    "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable.

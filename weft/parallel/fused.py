@@ -72,7 +72,6 @@ def add_norm(
     if norm is None:
         hidden = x if residual is None else x + residual
         return hidden, hidden
-    residual = torch.zeros_like(x) if residual is None else residual
     return ops.add_rms_norm(x, residual, norm.weight, norm.eps, fp8=rows_for(weight, x.dtype))
 
 

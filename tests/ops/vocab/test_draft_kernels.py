@@ -1,4 +1,4 @@
-"""ngram_drafts and accept_drafts: planted bugs, refused arguments, compiled kernels; their cases run with all others."""
+"""ngram_drafts, draft_rows and accept_drafts: planted bugs, refused arguments, compiled kernels; all cases run elsewhere."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.ops.layer_cases import mutated
 from tests.ops.test_compile_layer_kernels import INTS, LONGS, caps_of, check_compiles, check_machine_code
 from weft import ops
 from weft.ops.case import Draw
-from weft.ops.vocab import accept_drafts, ngram_drafts
+from weft.ops.vocab import accept_drafts, draft_rows, ngram_drafts
 from weft.runtime.capabilities import launch_options
 
 # Module, name of its op, source that changes, what to.
@@ -36,6 +36,12 @@ PLANTED = {
         accept_drafts, "ACCEPT_DRAFTS", "place == count - 1, token", "place == count - 1, row"),
     "rows without a draft counted": (
         accept_drafts, "ACCEPT_DRAFTS", "drafted = (place > 0) & (row >= 0)", "drafted = place > 0"),
+    "a row after a missing draft": (draft_rows, "DRAFT_ROWS", "(place < missing)", "((draft >= 0) | (place == 0))"),
+    "a row beyond the last position": (draft_rows, "DRAFT_ROWS", "(begin + place <= end)", "(begin + place <= end + 1)"),
+    "rows of an empty slot": (draft_rows, "DRAFT_ROWS", "begin >= 0", "begin >= -1"),
+    "the draft of another place": (draft_rows, "DRAFT_ROWS", "* stride + place - 1", "* stride + (place - 1) // 2"),
+    "the newest token counted as known": (draft_rows, "DRAFT_ROWS", "tl.where(place == 0, 0, tokens)", "tokens"),
+    "tokens drawn for their rows' places": (draft_rows, "DRAFT_ROWS", "begin + place + 1, 0)", "begin + place, 0)"),
 }  # fmt: skip
 
 
@@ -48,8 +54,9 @@ def differs(op, reference):
             expected = reference.reference(case, 0, [inputs])
             arguments = [x.clone() for x in inputs]
             result = op.forward(*arguments, *(case.field("options") or ()))
-            written = [arguments[0]] if op.name == "ngram_drafts" else arguments[2:]
-            if any(not torch.equal(*pair) for pair in zip((result, *written), expected, strict=True)):
+            written = {"ngram_drafts": arguments[:1], "accept_drafts": arguments[2:], "draft_rows": []}[op.name]
+            given = (*(result if isinstance(result, tuple) else (result,)), *written)
+            if any(not torch.equal(*pair) for pair in zip(given, expected, strict=True)):
                 return True
         return False
 
@@ -58,8 +65,10 @@ def differs(op, reference):
 
 @pytest.mark.parametrize("name", ["", *PLANTED])
 def test_the_cases_find_a_planted_bug(name, tmp_path):
-    for module, op, old, new in [PLANTED[name]] if name else [(ngram_drafts, "NGRAM_DRAFTS", "", ""),
-                                                              (accept_drafts, "ACCEPT_DRAFTS", "", "")]:  # fmt: skip
+    whole = [
+        (one, one.__name__.rpartition(".")[2].upper(), "", "") for one in (ngram_drafts, accept_drafts, draft_rows)
+    ]
+    for module, op, old, new in [PLANTED[name]] if name else whole:
         mutant = mutated(module, old, new, f"drafts_mutant_{len(name)}", tmp_path)
         assert differs(getattr(mutant, op), getattr(module, op)) == bool(name)
 
@@ -79,6 +88,12 @@ def test_wrong_arguments_are_refused():
         ops.accept_drafts(rows, rows, longs, torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"rows has shape \(2, 2\); it must be \(2, 3\)"):
         ops.accept_drafts(rows, rows[:, 1:], longs, torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"last has shape \(3,\); it must be \(2,\)"):
+        ops.draft_rows(longs, torch.zeros(3, dtype=torch.int64), longs, rows)
+    with pytest.raises(ValueError, match=r"proposed has shape \(2,\); it must be \(2, k\)"):
+        ops.draft_rows(longs, longs, longs, longs)
+    with pytest.raises(ValueError, match="proposed.dtype=torch.int32 is not one of int64"):
+        ops.draft_rows(longs, longs, longs, rows.int())
 
 
 def test_schemas_and_fakes_tell_the_truth():
@@ -91,6 +106,7 @@ def test_schemas_and_fakes_tell_the_truth():
         calls = {
             torch.ops.weft.ngram_drafts.default: (history, longs, longs, 2, 1, 2),
             torch.ops.weft.accept_drafts.default: (rows, rows, longs, torch.zeros(2, 5).long()),
+            torch.ops.weft.draft_rows.default: (longs, longs, longs, rows),
         }
         for op, args in calls.items():
             torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
@@ -105,6 +121,7 @@ def test_an_empty_batch_is_no_launch():
         counts = ops.accept_drafts(none.view(0, 4), none.view(0, 4), none, none.view(0, 6))
         assert_identical(drafts, none.view(0, 3))
         assert_identical(counts, none)
+        assert ops.draft_rows(none, none, none, none.view(0, 3)).known.shape == (0, 4)
 
     weft.simulate(main, 1)
 
@@ -114,18 +131,22 @@ def built(name, arch):
     if name == "accept_drafts":
         arguments, constants = (LONGS, LONGS, LONGS, LONGS, LONGS, 11), {"ROWS": 5, "PLACES": 8}
         return compiled(accept_drafts.accept_drafts_kernel, *arguments, arch=arch, num_warps=1, **constants, **options)
+    if name == "draft_rows":
+        rows, constants = draft_rows.DraftRows(*[LONGS] * 5), {"ROWS": 5, "PLACES": 8}
+        arguments = LONGS, LONGS, LONGS, LONGS, 12, rows
+        return compiled(draft_rows.draft_rows_kernel, *arguments, arch=arch, num_warps=1, **constants, **options)
     constants = {"DRAFTS": 4, "LEAST": 2, "MOST": 5, "PLACES": 4, "BLOCK": 1024}
     arguments = INTS, LONGS, LONGS, LONGS, 4097
     return compiled(ngram_drafts.ngram_drafts_kernel, *arguments, arch=arch, num_warps=4, **constants, **options)
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts"])
+@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts", "draft_rows"])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles(arch, name):
     check_compiles(built(name, arch), arch)
 
 
-@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts"])
+@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts", "draft_rows"])
 def test_machine_code_on_sm_90(name, tmp_path):
     check_machine_code(built(name, "sm_90"), tmp_path)

@@ -86,12 +86,13 @@ class HiddenDrafter:
     def propose(self, batch: int, drafts: int) -> Tensor:
         proposed, states = [self.first[:batch]], self.states[:batch]
         newest, last = self.slots.positions[:batch], self.slots.last[:batch]
-        for place in range(drafts - 1):
-            position = newest + place
-            at = torch.where((newest >= 0) & (position <= last), position, -1)
+        positions = newest + torch.arange(max(0, drafts - 1), device=newest.device)[:, None]
+        for position, at in zip(
+            positions + 2, torch.where((newest >= 0) & (positions <= last), positions, -1), strict=True
+        ):
             step = self.head.body.decode_step(at, self.slots.table[:batch], self.page_size)
             normed, states = self.head(proposed[-1].clamp(min=0), states, step, self._cache)
-            proposed.append(choose_drafts(self.pipeline, self.slots, self.head.logits(normed), position + 2))
+            proposed.append(choose_drafts(self.pipeline, self.slots, self.head.logits(normed), position))
         return torch.stack(proposed, 1)[:, :drafts]
 
     def accept(self, batch: int, tokens: Tensor, counts: Tensor) -> None:

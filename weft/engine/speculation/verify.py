@@ -27,6 +27,7 @@ from weft.engine.sampling import WIDTH, Choice
 from weft.engine.speculation.drafting import Drafter
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.ops.vocab.accept_drafts import accept
+from weft.ops.vocab.draft_rows import rows_of_drafts
 
 
 class Verify(NamedTuple):
@@ -58,14 +59,14 @@ class VerifyGraph:
         self.drafts = torch.full((max_batch, most), -1, dtype=torch.int64, device=device)
         self._masks: Tensor | None = None  # of grammars after each draft, once a request has one
         self.logprobs = torch.zeros(max_batch, most + 1, WIDTH, dtype=torch.float32, device=device)
-        self._kept: dict[Verify, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Verify, tuple[Tensor, Tensor, Tensor]] = {}
 
     def run(self, size: Verify, kind: Kind, between: Callable[[], None] | None = None) -> None:
         """Draft, verify and accept; `between`: called between the forward pass and the choice of tokens."""
-        logits, rows = self._forward(size)
+        forwarded = self._forward(size)
         if between is not None:
             between()
-        self._choose(size, kind, logits, rows)
+        self._choose(size, kind, *forwarded)
 
     def forward_and_keep(self, size: Verify) -> None:
         """Draft, and the forward pass whose logits `choose_kept` reads."""
@@ -79,44 +80,31 @@ class VerifyGraph:
         """Choose tokens by the logits of `forward_and_keep`."""
         self._choose(size, kind, *self._kept[size])
 
-    def _forward(self, size: Verify) -> tuple[Tensor, Tensor]:
-        """This rank's logits [batch * (drafts + 1), V'/W], and the rows' tokens [batch, drafts + 1].
-
-        The tokens are -1 where a row is not used.
-        """
+    def _forward(self, size: Verify) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's logits [batch * (drafts + 1), V'/W], and of the rows what `_choose` takes."""
         batch, drafts = size
         graph, slots = self.graph, self.graph.slots
         proposed = self.drafter.propose(batch, drafts)
         if self._synthetic is not None:
             proposed = proposed.clamp(min=0)
-        place = torch.arange(drafts + 1, device=proposed.device)
-        first = slots.positions[:batch, None]
-        at = first + place
-        used = (first >= 0) & (at <= slots.last[:batch, None])
-        used[:, 1:] &= (proposed >= 0).long().cumprod(1) > 0
-        at = torch.where(used, at, -1)
-        tokens = torch.cat((graph.tokens[:batch, None], proposed), 1)
-        tokens[:, 1:].masked_fill_(~used[:, 1:], 0)
-        self.drafts[:batch, :drafts].copy_(torch.where(used[:, 1:], proposed, -1))
-        step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size, graph.cache.states)
+        making = ops.draft_rows if graph.pipeline.model.runs_kernels else rows_of_drafts
+        rows = making(slots.positions[:batch], slots.last[:batch], graph.tokens[:batch], proposed)
+        self.drafts[:batch, :drafts].copy_(rows.drafts)
+        step = graph.pipeline.model.verify_step(
+            rows.positions, slots.table[:batch], graph.page_size, graph.cache.states
+        )
         if graph.pipeline.model.adapters:
             step = replace(step, adapters=slots.adapter[:batch].repeat_interleave(drafts + 1))
-        logits = graph.pipeline.run([Pass(tokens.flatten(), step)], graph.cache)
-        rows = torch.where(used, tokens, -1)
-        rows[:, 0].masked_fill_(used[:, 0], 0)  # the newest token may be none
-        return logits, rows
+        logits = graph.pipeline.run([Pass(rows.tokens.flatten(), step)], graph.cache)
+        return logits, rows.known, rows.next
 
-    def _choose(self, size: Verify, kind: Kind, logits: Tensor, rows: Tensor) -> None:
+    def _choose(self, size: Verify, kind: Kind, logits: Tensor, rows: Tensor, position: Tensor) -> None:
         """Choose the tokens of all rows, and advance the slots by the accepted ones.
 
-        rows  [batch, drafts + 1]: 0 or more where a row is used, the drafts' tokens from the second column on
+        rows, position  `known` and `next` of ops.DraftRows
         """
         batch, drafts = size
-        graph, slots = self.graph, self.graph.slots
-        used, wide = rows >= 0, logits.view(batch, drafts + 1, -1)
-        position = torch.where(
-            used, slots.positions[:batch, None] + 1 + torch.arange(drafts + 1, device=rows.device), 0
-        )
+        graph, wide = self.graph, logits.view(batch, drafts + 1, -1)
         if Kind.ADJUSTED in kind:
             chosen = self._choose_in_turn(wide, kind, rows, position)
         else:
@@ -133,7 +121,7 @@ class VerifyGraph:
                 graph.pipeline.logprobs(logits, chosen.flatten()).view(batch, drafts + 1, WIDTH)
             )
         self.drafter.accept(batch, chosen, counts)
-        slots.positions[:batch].add_(counts)
+        graph.slots.positions[:batch].add_(counts)
 
     def _synthetic_rows(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """`rows`, in which the drafts that are to be accepted equal the chosen tokens, and the rest do not.

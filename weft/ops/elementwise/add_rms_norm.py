@@ -30,7 +30,7 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl
     """hidden[t, :] = round(x[t, :] + residual[t, :])
     normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
 
-    All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``.
+    All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``. residual: None for zeros.
     fp8  ``Fp8Rows``: normed is then put in fp8; else None
     """
     dtype: tl.constexpr = x.dtype.element_ty
@@ -42,8 +42,9 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl
     place = row * WIDTH + columns
     wl.follow_previous_kernel()
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    total = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + before).to(dtype)
+    total = tl.load(x + place, mask=inside, other=0.0)
+    if residual is not None:
+        total = (total.to(tl.float32) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)).to(dtype)
     tl.store(hidden + place, total, mask=inside)
     squares = tl.sum(squares_of(total), axis=0)
     result = total.to(tl.float32) * inverse_rms(squares, eps, WIDTH) * scale
@@ -56,12 +57,12 @@ def warps_of(row_bytes: int) -> int:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, fp8: RowFormat | None = None
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, fp8: RowFormat | None = None
 ) -> tuple[torch.Tensor | Fp8, torch.Tensor]:
     """``(normed, hidden)``: hidden = ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
     x         [..., H], any strides, fp16, bf16 or fp32, H at most 64 KiB
-    residual  of x's shape and dtype
+    residual  of x's shape and dtype; None: zeros
     weight    [H] of x's dtype, or fp32
     fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8
 
@@ -76,8 +77,9 @@ def add_rms_norm(
         ("residual", residual, x.shape, (x.dtype,)),
         ("weight", weight, x.shape[-1:], norm_dtypes(x.dtype)),
     ):
-        check_like("add_rms_norm", name, tensor, x.device, dtypes)
-        check_shape("add_rms_norm", name, tensor, shape)
+        if tensor is not None or name != "residual":
+            check_like("add_rms_norm", name, tensor, x.device, dtypes)
+            check_shape("add_rms_norm", name, tensor, shape)
     if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
         raise ValueError(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
@@ -97,6 +99,7 @@ class AddRMSNorm(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)
+        residual = torch.zeros_like(residual) if case.field("alone") else residual
         return x, residual, 1 + draw.own("weight", case.sizes[-1:], dtype=norm_dtype(case)) / 8
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +111,8 @@ class AddRMSNorm(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[-1])
 
-    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, case: Case, team: Team, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = (given[0], None, given[2]) if case.field("alone") else given
         normed, hidden = add_rms_norm(*tensors, CASES_EPS)
         if format := format_of(case, normed):
             rows, hidden = add_rms_norm(*tensors, CASES_EPS, fp8=format)
@@ -120,13 +124,14 @@ class AddRMSNorm(Op):
             for sizes in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(("alone", True),))
         for kind, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
             yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind),))
         for dtype, fields in ((FP16, ()), (BF16, ()), (BF16, (("fp8_rows", "group"),))):
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(*fields, ("wide_norm", True)))
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, hidden = self.fake(x, residual, weight, eps)
         _launch(x, residual, weight, (normed, hidden), eps, None)
@@ -142,7 +147,7 @@ class AddRMSNormFp8(Op):
     name = alias = "add_rms_norm_fp8"
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, format: RowFormat
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, format: RowFormat
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_e4m3("add_rms_norm", capabilities_of(x.device))
         rows, scales, hidden = self.fake(x, residual, weight, eps, format)
@@ -156,7 +161,7 @@ class AddRMSNormFp8(Op):
 
 def _launch(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     results: tuple[torch.Tensor, torch.Tensor],
     eps: float,
@@ -173,7 +178,8 @@ def _launch(
         return {**sizes, **launch_options(caps)}
 
     launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes), constants)
-    tensors = x.contiguous(), residual.contiguous(), weight.contiguous(), *results
+    residual = None if residual is None else residual.contiguous()
+    tensors = x.contiguous(), residual, weight.contiguous(), *results
     launch(x.numel() // width, *tensors, eps, fp8)
 
 

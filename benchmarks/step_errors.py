@@ -18,6 +18,7 @@ from pathlib import Path
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
 from weft.bench.models.workload import EXPERTS, QUANTIZED
+from weft.costs.gemms import sequential_rows
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL
 from weft.models.config import DecoderConfig
 from weft.predict.step_costs import FILE, StepCosts, fitted, write
@@ -30,11 +31,20 @@ GPUS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
 ALIKE = 128
 # Tokens from which the measured plans split a pass, and up to which their norms added up over the ranks, by world size.
 SPLIT_FROM, FUSED_UP_TO = 2048, {1: 128, 2: 1024, 4: 512}
+# Providers by which a step was measured by each recipe -> the recipe that the mode took.
+MODES = {"weft.replicated": FUSED_NORM, "weft.sequence_parallel": SEQUENCE_PARALLEL}
+# Commit whose prompts by "sequence_parallel" of few tokens, with GEMMs in sequence, are left out: MLPs turned rows, as plans no
+# longer do.
+TURNED = "285370a5ee1fdc0374e1f6f1586a81ff3b238d18"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Measured step (batch, length, new). ``layout``: of the model on the ranks."""
+    """Measured step (batch, length, new).
+
+    layout  of the model on the ranks
+    mode    recipe that was asked for; "": the plan's
+    """
 
     gpu: str
     model: str
@@ -42,6 +52,7 @@ class Row:
     step: tuple[int, int, int]
     us: float
     folder: str
+    mode: str = ""
 
     @property
     def config(self) -> DecoderConfig:
@@ -55,6 +66,8 @@ class Row:
     def recipe(self) -> str:
         """Recipe by which it was measured."""
         tokens, world_size = tokens_of(self.step), self.layout.world_size
+        if self.mode:
+            return self.mode
         if world_size > 1 and tokens >= SPLIT_FROM:
             return SEQUENCE_PARALLEL
         return FUSED_NORM if tokens <= FUSED_UP_TO[world_size] else REPLICATED
@@ -76,6 +89,7 @@ class Row:
         how += [self.layout.quantization] if self.layout.quantization else []
         how += ["slices"] if self.layout.slices else []
         how += ["spread"] if self.layout.spread else []
+        how += [self.mode] if self.mode else []
         return f"{self.gpu} {self.model} {', '.join(how)}: {step}"
 
 
@@ -83,7 +97,7 @@ def rows(results: Path = RESULTS) -> list[Row]:
     """Committed steps; of a step in several folders the last one."""
     by_step: dict[tuple, Row] = {}
     for row in _rows(results):
-        by_step[row.gpu, row.model, row.layout, row.step] = row
+        by_step[row.gpu, row.model, row.layout, row.step, row.recipe] = row
     return list(by_step.values())
 
 
@@ -98,11 +112,15 @@ def _rows(results: Path) -> Iterator[Row]:
                 elif part == f"{EXPERTS}slices":
                     layout = replace(layout, slices=True)
             for row in report.rows:
-                if row.median_us is not None and row.provider in ("weft.auto", "weft.context_parallel"):
+                mode, step = MODES.get(row.provider, ""), tuple(row.shape)
+                few = tokens_of(step) <= sequential_rows(layout.world_size)
+                turned = mode == SEQUENCE_PARALLEL and few and report.machine.get("commit") == TURNED
+                known = mode or row.provider in ("weft.auto", "weft.context_parallel")
+                if known and row.median_us is not None and not turned:
                     spread = row.provider == "weft.context_parallel"
                     yield Row(
                         gpu=GPUS[report.machine["gpu"]], model=model, layout=replace(layout, spread=spread),
-                        step=tuple(row.shape), us=row.median_us, folder=file.parent.name,
+                        step=step, us=row.median_us, folder=file.parent.name, mode=mode,
                     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Recipes by predicted times: they are the measured ones, change once, and follow the sizes of a model and its GPU."""
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,18 @@ import torch
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
 from weft.costs.gpu import named
+from weft.costs.predicted import predict
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, Layer, change, changes, times
 from weft.models import DecoderConfig
 from weft.models.families import PUBLISHED
 from weft.models.layer_sizes import layer_of
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from weft.parallel.sequence_parallel import GatheredMLP
 from weft.parallel.step_plan import plan_step
-from weft.predict.steps import Layout, layer_in, recipe_of
+from weft.plan.planned import machine
+from weft.predict import step_costs
+from weft.predict.steps import Layout, launches, layer_in, recipe_of
 from weft.runtime import capabilities
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -37,6 +44,70 @@ def recipes_at(name, world_size, gpu):
 def test_recipes_of_whole_prompts_are_the_measured_ones(tokens):
     measured = dict(zip((FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL), PROMPTS[tokens], strict=True))
     assert measured[recipes_at("qwen3-32b", 2, "h200").recipe(tokens)] <= TIE * min(measured.values())
+
+
+def fp8_prompts():
+    """{(model, tokens): {recipe: ms}} of prompts of weights in fp8 on two H200s; mode "replicated" took "fused_norm"."""
+    prompts = {}
+    for report in from_json((RESULTS / "h200-x2-fp8-prompts" / "model.w2.json").read_text()):
+        for row in report.rows:
+            recipe = {"weft.replicated": FUSED_NORM, "weft.sequence_parallel": SEQUENCE_PARALLEL}[row.provider]
+            prompts.setdefault((report.subject.split(",")[0], row.shape[2]), {})[recipe] = row.median_us / 1e3
+    return prompts
+
+
+def test_plans_of_fp8_prompts_are_the_measured_ones():
+    prompts = fp8_prompts()
+    assert len(prompts) == 8 and all(len(ms) == 2 for ms in prompts.values())
+    team = SimpleNamespace(rail=None, size=2, is_simulated=False, caps=capabilities.simulated(2))
+    for (model, tokens), ms in prompts.items():
+        config = config_of(model)
+        layer, sizes = layer_of(config.quantized("fp8"), 2), {"hidden_size": config.hidden_size, "dtype": config.dtype}
+        plan = plan_step(tokens, mode="auto", team=team, layer=layer, **sizes)
+        few = plan_step(tokens, mode=SEQUENCE_PARALLEL, team=team, layer=layer, **sizes)
+        assert isinstance(few.recipe, GatheredMLP) == (tokens <= 1024)  # turns no rows
+        assert plan.mode == (SEQUENCE_PARALLEL if ms[SEQUENCE_PARALLEL] < ms[FUSED_NORM] else REPLICATED), (
+            model,
+            tokens,
+        )
+
+
+# (model, tokens) -> designs that plans of 285370a5 had for qkv, gate and up, o and down: pipelined or sequential.
+TURNED = {
+    ("qwen3-32b", 512): "ssss", ("qwen3-32b", 768): "ppss", ("qwen3-32b", 1024): "psss",
+    ("qwen3-8b", 512): "spss", ("qwen3-8b", 768): "spss", ("qwen3-8b", 1024): "ppss",
+}  # fmt: skip
+
+
+def test_prompts_whose_mlps_turned_rows_took_as_long_as_turning_costs():
+    """And from 3 to 11 % less is predicted without."""
+    kinds, layout, prompts = (
+        {"s": "sequential", "p": "pipelined"},
+        Layout(world_size=2, quantization="fp8"),
+        fp8_prompts(),
+    )
+    errors = {True: [], False: []}
+    for (model, tokens), designs in TURNED.items():
+        by_what = dict(zip(("qkv", "gate, up", "o", "down"), designs, strict=True))
+        for turns in errors:
+            us = 0.0
+            for one in launches(config_of(model), (1, tokens, tokens), layout, SEQUENCE_PARALLEL):
+                op = one.op if turns else one.op.removesuffix("+local_first")
+                made = predict(op, tuple(max(1, int(size)) for size in one.shape), world_size=2)
+                seconds = made.by_design[kinds[by_what[one.what]]] if one.what in by_what else made.seconds
+                us += one.count * step_costs.fitted().seconds(op, seconds, tokens) * 1e6
+            errors[turns].append(us / 1e3 / prompts[model, tokens][SEQUENCE_PARALLEL] - 1)
+    assert max(map(abs, errors[True])) < 0.06 and abs(statistics.mean(errors[True])) < 0.02
+    assert max(errors[False]) < -0.02 and statistics.mean(errors[False]) < -0.06
+
+
+def test_rows_that_an_overlapped_gemm_would_turn_in_sequence_go_pipelined():
+    """Where the turn takes longer than what a pipelined GEMM takes besides."""
+    here = machine(capabilities.simulated(2), 2)
+    call = GemmCall(512, 5120, 12800, torch.bfloat16, block_fp8=True)
+    assert MATMUL_REDUCE_SCATTER.plan(call, here).name == "sequential"
+    turned = MATMUL_REDUCE_SCATTER.plan(call._replace(local_first=True), here)
+    assert turned.name == "pipelined" and "sequential" in turned.reason
 
 
 @pytest.mark.parametrize(("folder", "world_size"), [("h200-x2", 2), ("h100-x2", 2), ("h200-x4", 4)])

@@ -16,6 +16,8 @@ from weft.runtime.arithmetic import cdiv, next_power_of_2
 
 # Rows and columns of tiles that a GEMM may use.
 TILES = ((128, 256), (128, 128), (64, 128))
+# Tiles of cuBLAS's GEMM with scales of blocks (benchmarks/lab/h200-fp8-layers.json names its kernel).
+BLOCK_TILES = ((128, 128),)
 # Rows up to which the weights decide; rows from which two ranks' pieces of peers' rows are cut in two.
 FEW_ROWS, LONG_ROWS = 128, 4096
 # Rows of the whole GEMM up to which overlap saves less time than the smaller GEMMs lose, for what a layer or a team of
@@ -24,6 +26,11 @@ FEW_ROWS, LONG_ROWS = 128, 4096
 SEQUENTIAL_ROWS = 512
 # Start of a copy of scales, in front of the flag.
 SCALES_COPY = 2.2
+# Kernel that transposes rows' scales of blocks: before they are gathered in sequence, and again for cuBLAS.
+TRANSPOSED = 1.5
+# An element of rows that torch.roll turns, which divides 64-bit integers for each: by six prompts of Qwen3-32B and 8B in fp8 on
+# two H200s, whose MLPs turned rows; they are predicted 3 to 11 % too short without it (benchmarks/results/h200-x2-fp8-prompts).
+TURNED = 6e-6
 # Most rows of a tile of a GEMM that converts a weight in 4 bits, and most rows of a tile of 128 columns, in place of 64. A tile
 # reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 115, 133, 212 us
 # (benchmarks/lab/h200-four-bit-gemm.json).
@@ -39,7 +46,11 @@ def sequential_rows(world_size: int) -> int:
 
 
 class Size(NamedTuple):
-    """One GEMM. fp8: of rows and weights, on tensor cores twice as fast."""
+    """One GEMM.
+
+    fp8          rows and weights are in it, which tensor cores multiply twice as fast; blocks: with scales of blocks
+    local_first  all ranks' rows begin with this rank's, as of the ops with a collective
+    """
 
     M: int
     N: int
@@ -47,6 +58,8 @@ class Size(NamedTuple):
     item: int = 2
     weight: float = 2.0
     fp8: bool = False
+    blocks: bool = False
+    local_first: bool = False
 
     @property
     def row(self) -> int:
@@ -95,7 +108,7 @@ def tiling(gpu: Gpu, fitted: Gemms, size: Size) -> tuple[float, float]:
     M, N, K = size[:3]
     mac = 2 * gpu.sms / gpu.flops / (2 if size.fp8 else 1)
     best, least = (0.0, 0.0), math.inf
-    for rows, columns in TILES:
+    for rows, columns in BLOCK_TILES if size.blocks and M > FEW_ROWS else TILES:
         waves = cdiv(M, rows) * cdiv(N, columns) / gpu.sms
         each = rows * columns * K * mac * fitted.pace + fitted.tile
         time = (waves + fitted.waves * (math.ceil(waves) - waves)) * each
@@ -109,9 +122,11 @@ def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     rows = size.M * size.K * size.row
     gather = min(pushes.exchange(gpu, of_pushes, rows, world_size).values())
     scales = min(pushes.exchange(gpu, of_pushes, rows / 32, world_size).values()) if size.fp8 else 0.0
+    scales += 2 * TRANSPOSED if size.blocks else 0.0
+    gathered = fitted.after * gather + scales + _turned(size, size.M * size.K)
     return {
         "pipelined": _gathering(gpu, fitted, size, world_size),
-        "sequential": fitted.after * gather + scales + gemm(gpu, fitted, size) + fitted.between,
+        "sequential": gathered + gemm(gpu, fitted, size) + fitted.between,
     }
 
 
@@ -119,9 +134,10 @@ def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     """Product with K columns of this rank, and the sum over the ranks, scattered by rows."""
     sums = size.M * size.N * size.item
     scatter = min(pushes.exchange(gpu, of_pushes, sums, world_size, adds=True).values())
+    scattered = fitted.after * scatter + _turned(size, size.M * size.N)
     return {
         "pipelined": _scattering(gpu, fitted, size, world_size),
-        "sequential": gemm(gpu, fitted, size) + fitted.after * scatter + fitted.between,
+        "sequential": gemm(gpu, fitted, size) + scattered + fitted.between,
         "fused": _fused(gpu, fitted, size, sums * (world_size - 1) / world_size),
     }
 
@@ -137,6 +153,11 @@ def gemm_ar(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
         "sequential": gemm(gpu, fitted, size) + fitted.after * reduced,
         "fused": _fused(gpu, fitted, size, 2 * sums * (world_size - 1) / world_size),
     }
+
+
+def _turned(size: Size, elements: float) -> float:
+    """Kernel between a GEMM and a collective that moves this rank's rows to the front, or back."""
+    return TURNED * elements if size.local_first else 0.0
 
 
 def _fused(gpu: Gpu, fitted: Gemms, size: Size, sent: float) -> float:

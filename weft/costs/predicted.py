@@ -34,6 +34,8 @@ WEIGHTS = {"block_fp8": 1.0, "channel_fp8": 1.0, "four_bit": 0.53, "int4": 0.53}
 ROUNDING, ROUNDED = 0.9, 2.4
 # Bytes that a norm moves for each element.
 NORMED = 8
+# Suffix of an op whose rows are in the order of arrival.
+LOCAL_FIRST = "local_first"
 # Bytes of an element of rows that are sent to experts in fp8, with its share of a scale.
 SENT = 1.03
 
@@ -66,6 +68,7 @@ def predict(
 
     op      name in weft.ops, with a variant as ``weft bench`` names it: moe_dispatch+fp8, matmul+block_fp8, matmul+four_bit;
             rows beside weights in fp8 are in fp8. Also matmul+int4, all_reduce_rms_norm+fp8 with a norm that writes fp8.
+            Of ops with a GEMM and a collective further "+local_first": all ranks' rows begin with this rank's.
             Also "memory", a kernel that reads and writes (bytes,), such as a norm
     shape   as ``weft bench`` has it for the op:
             (M, N, K) of a GEMM, M rows of the whole GEMM, N and K of one rank's; (bytes,) of a collective's whole tensor;
@@ -78,13 +81,13 @@ def predict(
 
     ValueError for an op, a shape or a design that there is not.
     """
-    name = op.replace("-", "_").partition("+")[0]
+    name, variant, _ = _named(op)
     times = times_of(op, tuple(shape), dtype.itemsize, world_size, named(gpu))
     if design != "auto" and design not in times:
         raise ValueError(f"design={quoted(design)} of {name} has no costs; pass one of auto, {', '.join(times)}")
     chosen = min(times, key=lambda one: times[one]) if design == "auto" else design
     by_design = {one: us * 1e-6 for one, us in times.items()}
-    error = error_of(op.replace("-", "_"), world_size, named(gpu).gpu)
+    error = error_of(f"{name}+{variant}", world_size, named(gpu).gpu)
     return Predicted(seconds=by_design[chosen], error=error, design=chosen, by_design=by_design)
 
 
@@ -98,6 +101,12 @@ def error_of(op: str, world_size: int, gpu: str) -> float:
     return error if gpu in MEASURED else error + UNKNOWN_GPU
 
 
+def _named(op: str) -> tuple[str, str, bool]:
+    """(name, variant of weights or rows, True with "+local_first") of an op as ``predict`` takes it."""
+    name, *variants = op.replace("-", "_").split("+")
+    return name, "".join(one for one in variants if one != LOCAL_FIRST), LOCAL_FIRST in variants
+
+
 @lru_cache
 def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float, float]]]:
     """Errors of the shipped constants on committed rows; none where the file is missing."""
@@ -107,13 +116,13 @@ def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float, 
 @remembered
 def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: Gpu) -> Mapping[str, float]:
     """µs by design, of elements of ``item`` bytes; else as of ``predict``."""
-    name, _, variant = op.replace("-", "_").partition("+")
+    name, variant, local_first = _named(op)
     if name not in OPS:
         raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
     count, _ = OPS[name]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
-    asked = Asked(variant, shape, item, world_size)
+    asked = Asked(variant, shape, item, world_size, local_first)
     times = OPS[name][1](gpu, fitted.shipped(variant), asked)
     if name != AG_MOE or world_size == 1:
         return times
@@ -129,12 +138,13 @@ def costs(gpu: Gpu, of: fitted.Fitted, name: str, asked: Asked) -> dict[str, flo
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One call. item: bytes of an element of the rows."""
+    """One call. item: bytes of an element of the rows; local_first: as of ``gemms.Size``."""
 
     variant: str
     shape: tuple[int, ...]
     item: int
     world_size: int
+    local_first: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -147,7 +157,9 @@ class Asked:
 
     @property
     def gemm(self) -> gemms.Size:
-        return gemms.Size(*self.shape[:3], self.item, self.weight, self.fp8)
+        return gemms.Size(
+            *self.shape[:3], self.item, self.weight, self.fp8, self.variant == "block_fp8", self.local_first
+        )
 
     @property
     def experts(self) -> grouped.Experts:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from weft.costs.fitted import FP8_VARIANTS
 from weft.costs.gemms import FEW_ROWS
 from weft.costs.gpu import Gpu
-from weft.costs.predicted import times_of
+from weft.costs.predicted import LOCAL_FIRST, times_of
 from weft.plan.memo import remembered
 from weft.plan.table import SMALL_M_ROWS
 from weft.runtime.arithmetic import cdiv
@@ -88,12 +88,16 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Launches of ``tokens`` tokens by a recipe on a rank."""
+    """Launches of ``tokens`` tokens by a recipe on a rank.
+
+    gathers  "sequence_parallel" gathers rows before an MLP; else its rows stay in the order of their arrival
+    """
 
     recipe: str
     tokens: int
     world_size: int
     layer: Layer
+    gathers: bool = False
 
     def norm(self) -> Launch:
         """Norm of a layer's input, with the sum over ranks where the recipe has it there."""
@@ -108,28 +112,46 @@ class Pass:
         read = 8 if self.recipe == FUSED_NORM else item
         return Launch("norm", "memory+fp8" if in_fp8 else "memory", (rows * hidden * (read + 3 * item),))
 
-    def columns(self, what: str, width: float) -> Launch:
-        """GEMM whose weight is split by rows: all ranks have all tokens, or gather them."""
-        op = "all_gather_matmul" if self.recipe == SEQUENCE_PARALLEL and self.world_size > 1 else "matmul"
-        return Launch(what, op + self.layer.variant, (self.tokens, width, self.layer.hidden))
+    @property
+    def shards(self) -> bool:
+        """True if a rank has a part of the tokens between GEMMs."""
+        return self.recipe == SEQUENCE_PARALLEL and self.world_size > 1
 
-    def rows(self, what: str, depth: float) -> Launch:
-        """GEMM whose weight is split by columns, and the sum over the ranks unless the next norm has it."""
+    def columns(self, what: str, width: float, order: str = "") -> Launch:
+        """GEMM whose weight is split by rows: all ranks have all tokens, or gather them.
+
+        order  suffix of the op
+        """
+        op = "all_gather_matmul" if self.shards else "matmul"
+        return Launch(what, op + self.layer.variant + order, (self.tokens, width, self.layer.hidden))
+
+    def rows(self, what: str, depth: float, order: str = "") -> Launch:
+        """GEMM whose weight is split by columns, and the sum over the ranks unless the next norm has it.
+
+        order  as of ``columns``
+        """
         op = {SEQUENCE_PARALLEL: "matmul_reduce_scatter", REPLICATED: "matmul_all_reduce"}.get(self.recipe, "matmul")
         op = "matmul" if self.world_size == 1 else op
-        return Launch(what, op + self.layer.variant, (self.tokens, self.layer.hidden, depth))
+        return Launch(what, op + self.layer.variant + order, (self.tokens, self.layer.hidden, depth))
 
     def dense(self, features: int) -> Iterator[Launch]:
         """MLP between its norm and the next."""
-        hidden, item = self.layer.hidden, self.layer.item
-        if self.tokens <= FEW_ROWS:
-            if self.recipe == SEQUENCE_PARALLEL and self.world_size > 1:
-                yield Launch("all rows", "all_gather", (self.tokens * hidden * item,))
-            yield Launch("gate, up", f"matmul_silu_mul{self.layer.variant}", (self.tokens, features, hidden))
+        hidden, item, variant = self.layer.hidden, self.layer.item, self.layer.variant
+        few, fp8 = self.tokens <= FEW_ROWS, is_fp8(variant)
+        # In other formats a gather and a GEMM take as long as an AG-GEMM in sequence: plans take them, and turn no rows.
+        gathers = self.shards and (few or (fp8 and self.gathers))
+        order = f"+{LOCAL_FIRST}" if self.shards and fp8 and not gathers else ""
+        if gathers:
+            yield Launch("all rows", "all_gather", (self.tokens * hidden * item,))
+        if gathers and fp8:
+            yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),))
+        if few:
+            yield Launch("gate, up", f"matmul_silu_mul{variant}", (self.tokens, features, hidden))
         else:
-            yield self.columns("gate, up", 2 * features)
+            whole = Launch("gate, up", f"matmul{variant}", (self.tokens, 2 * features, hidden))
+            yield whole if gathers else self.columns(whole.what, 2 * features, order)
             yield Launch("silu", "memory", (3 * self.tokens * features * item,))
-        yield self.rows("down", features)
+        yield self.rows("down", features, order)
 
     def experts(self, of: Mixture) -> Iterator[Launch]:
         """Mixture of experts between its norm and the next."""
@@ -187,7 +209,10 @@ class Changes(NamedTuple):
 @remembered
 def times(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> Mapping[str, float]:
     """µs of a layer without its attention, by recipe."""
-    passes = (Pass(recipe=recipe, tokens=tokens, world_size=world_size, layer=layer) for recipe in RECIPES)
+    gathers = tokens <= gathered(layer, world_size, gpu)
+    passes = (
+        Pass(recipe=recipe, tokens=tokens, world_size=world_size, layer=layer, gathers=gathers) for recipe in RECIPES
+    )
     return {one.recipe: _sum(one.launches(), one, gpu) for one in passes}
 
 
@@ -200,41 +225,46 @@ def _sum(launches: Iterable[Launch], of: Pass, gpu: Gpu) -> float:
     return total
 
 
+@remembered
+def gathered(layer: Layer, world_size: int, gpu: Gpu) -> float:
+    """Most tokens that "sequence_parallel" gathers before an MLP."""
+    if world_size == 1:  # a GEMM of few gathered rows has silu
+        return FEW_ROWS
+    return _last(change(*zip(*(_gathering(tokens, layer, world_size, gpu) for tokens in TOKENS), strict=True)))
+
+
 def _gathering(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> tuple[float, float]:
     """µs of a feed-forward whose rows are gathered first, and under its first GEMM, beside what both have."""
     of = Pass(recipe=SEQUENCE_PARALLEL, tokens=tokens, world_size=world_size, layer=layer)
-    if layer.mixture is None:
-        shape = tokens, 2 * layer.features, layer.hidden
-        gemm = times_of(f"all_gather_matmul{layer.variant}", shape, layer.item, world_size, gpu)
-        if not layer.variant:
-            return gemm["sequential"], gemm["pipelined"]
-        return _sum(_gathered(tokens, layer), of, gpu), min(gemm.values())
-    sent = [Launch("rows", op, (tokens * layer.hidden * layer.item,)) for op in ("all_gather", "reduce_scatter")]
-    local = replace(of, recipe=FUSED_NORM).experts(layer.mixture)
-    return _sum((*sent, *local), of, gpu), _sum(of.experts(layer.mixture), of, gpu)
-
-
-def _gathered(tokens: int, layer: Layer) -> Iterator[Launch]:
-    """Rows in 16 bits, and the first GEMM of a dense MLP of quantized weights."""
-    yield Launch("rows", "all_gather", (tokens * layer.hidden * layer.item,))
+    if layer.mixture is not None:
+        sent = [Launch("rows", op, (tokens * layer.hidden * layer.item,)) for op in ("all_gather", "reduce_scatter")]
+        local = replace(of, recipe=FUSED_NORM).experts(layer.mixture)
+        return _sum((*sent, *local), of, gpu), _sum(of.experts(layer.mixture), of, gpu)
     if is_fp8(layer.variant):
-        yield Launch("rows in fp8", "memory", (tokens * layer.hidden * (layer.item + 1),))
-    yield Launch("gate, up", f"matmul{layer.variant}", (tokens, 2 * layer.features, layer.hidden))
+        first, under = (replace(of, gathers=gathers).dense(layer.features) for gathers in (True, False))
+        return _sum(first, of, gpu), _sum(under, of, gpu)
+    shape = tokens, 2 * layer.features, layer.hidden
+    gemm = times_of(f"all_gather_matmul{layer.variant}", shape, layer.item, world_size, gpu)
+    if not layer.variant:
+        return gemm["sequential"], gemm["pipelined"]
+    rows = Launch("rows", "all_gather", (tokens * layer.hidden * layer.item,))
+    whole = Launch("gate, up", f"matmul{layer.variant}", shape)
+    return _sum((rows, whole), of, gpu), min(gemm.values())
 
 
 @remembered
 def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
     """Numbers of tokens at which recipes change, by ``times``."""
-    if world_size == 1:  # nothing is sent; a norm may add up partials, and a GEMM of few gathered rows has silu
-        return Changes(PARTIAL_ROWS, math.inf, FEW_ROWS)
+    if world_size == 1:  # nothing is sent; a norm may add up partials
+        return Changes(PARTIAL_ROWS, math.inf, gathered(layer, world_size, gpu))
     by_tokens = [times(tokens, layer, world_size, gpu) for tokens in TOKENS]
     norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
     # Few rows take as long as the weights are read: no transport hides there.
     few = sum(tokens <= FEW_ROWS for tokens in TOKENS)
     least = [one[FUSED_NORM if at < norm else REPLICATED] for at, one in enumerate(by_tokens)]
     sharded = few + change(least[few:], [one[SEQUENCE_PARALLEL] for one in by_tokens[few:]])
-    gathered = change(*zip(*(_gathering(tokens, layer, world_size, gpu) for tokens in TOKENS), strict=True))
-    return Changes(_last(norm), TOKENS[sharded] if sharded < len(TOKENS) else math.inf, _last(gathered))
+    split = TOKENS[sharded] if sharded < len(TOKENS) else math.inf
+    return Changes(_last(norm), split, gathered(layer, world_size, gpu))
 
 
 def _last(change: int) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from weft.costs.gpu import named
 from weft.costs.predicted import predict
-from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes
+from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes, gathered
 from weft.models.config import DecoderConfig
 from weft.models.layer_sizes import layer_of, mixture_of
 from weft.predict.step_costs import StepCosts, fitted
@@ -106,7 +106,8 @@ def _step_time(
     config: DecoderConfig, step: tuple[int, ...], layout: Layout, gpu: str, costs: StepCosts, recipe: str
 ) -> StepTime:
     tokens, parts = tokens_of(step), []
-    for launch in launches(config, step, layout, recipe):
+    gathers = tokens <= gathered(layer_in(config, layout), layout.world_size, named(gpu))
+    for launch in launches(config, step, layout, recipe, gathers):
         op, world = launch.op, layout.world_size
         made = predict(op, tuple(max(1, int(size)) for size in launch.shape), config.dtype, world, gpu)
         seconds = launch.count * costs.seconds(op, made.seconds, tokens)
@@ -121,15 +122,17 @@ def kind_of(config: DecoderConfig, step: Sequence[int]) -> str:
     return ("decode" if step[2] == 1 else "prompt") + ("" if config.experts is None else " of experts")
 
 
-def launches(config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str) -> Iterator[Launch]:
-    """Launches of a step, in the order of a layer."""
+def launches(
+    config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str, gathers: bool = False
+) -> Iterator[Launch]:
+    """Launches of a step, in the order of a layer. gathers: as of ``Pass``."""
     kinds: dict[tuple, int] = {}
     for layer in range(config.num_hidden_layers):
         linear = config.linear_attention is not None and config.linear_attention.layers[layer]
         experts = config.experts is not None and config.experts.in_layer(layer)
         kind = (config.attention.window(layer), linear, experts)
         kinds[kind] = kinds.get(kind, 0) + 1
-    of = _Layer(config, step, layout, recipe)
+    of = _Layer(config, step, layout, recipe, gathers)
     batch = of.tokens if step[2] == 1 else of.batch  # rows of logits
     for (window, linear, experts), count in kinds.items():
         for one in (*of.attention(window, linear), *(of.mixture() if experts else of.mlp())):
@@ -148,7 +151,9 @@ def launches(config: DecoderConfig, step: Sequence[int], layout: Layout, recipe:
 class _Layer:
     """Launches of one layer of a step."""
 
-    def __init__(self, config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str) -> None:
+    def __init__(
+        self, config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str, gathers: bool = False
+    ) -> None:
         self.config, self.layout = config.quantized(layout.quantization), layout
         self.batch, self.length, self.new = step[:3]
         self.tokens, self.world = tokens_of(step), layout.world_size
@@ -156,7 +161,7 @@ class _Layer:
         self.heads = cdiv(config.num_attention_heads, self.world)
         self.kv_heads = max(config.num_key_value_heads // self.world, 1)
         layer = layer_in(config, layout)
-        self.of = Pass(recipe=recipe, tokens=self.tokens, world_size=self.world, layer=layer)
+        self.of = Pass(recipe=recipe, tokens=self.tokens, world_size=self.world, layer=layer, gathers=gathers)
 
     def norm_before_head(self, rows: int) -> tuple[str, tuple[float, ...]]:
         if self.world > 1 and self.of.recipe == FUSED_NORM:

@@ -105,7 +105,8 @@ class Overlapped(GemmOp):
         variant = next((name for name in FP8 if getattr(call, name)), "")
         item, of = call.dtype.itemsize, fitted.shipped(variant)
         K = COMMON_K if self.ranks_differ_in_k else call.K
-        size = Size(call.M, call.N, K, item, WEIGHTS.get(variant, float(item)), call.fp8)
+        weight = WEIGHTS.get(variant, float(item))
+        size = Size(call.M, call.N, K, item, weight, call.fp8, call.block_fp8, call.local_first)
         times = type(self).predict(gpu_of(machine.caps), of.gemms, of.pushes, size, machine.world_size)
         names = [name for name in self.judged if name in self.offered(call) and (few or name != "sequential")]
         name, reason = least({name: times[name] for name in names}, machine.caps)

@@ -256,6 +256,7 @@ def operands(team):
     yield ops.all_gather_matmul, {"a_shard": x, "b": x, "team": team}, sharded
     yield ops.barrier, {}, {"team": TEAM}
     yield ops.silu_mul, {}, {"gate_up": TENSOR}
+    yield ops.sigmoid_mul, {"x": x, "gate": x}, {"x": TENSOR, "gate": TENSOR}
     adapters = {"A": f(2, 16, 16), "B": f(2, 16, 16), "scale": f(2), "ends": [16]}
     rows = {"y": f(4, 16), "x": f(4, 16), **adapters, "adapters": torch.zeros(4, dtype=torch.int32)}
     yield ops.add_adapters, rows, {**dict.fromkeys(rows, TENSOR), "ends": (None, 5, "x", [1.5], [])}

@@ -51,6 +51,7 @@ def rows(data: Data) -> Iterator[tuple[str, Callable[[], Any]]]:
         gate_up, x, residual = data(M, 2 * N), data(M, N), data(M, N)
         weight = 1 + data(N) / 8
         yield f"silu_mul-{M}x{N}", lambda g=gate_up: ops.silu_mul(g)
+        yield f"sigmoid_mul-{M}x{N}", lambda g=gate_up, N=N: ops.sigmoid_mul(g[:, :N], g[:, N:])
         norm = data.deferred(gate_up, 5)
         yield f"silu_mul-{M}x{N}-deferred", lambda g=norm: ops.silu_mul(g)
         yield f"add_rms_norm-{M}x{N}", lambda a=(x, residual, weight): ops.add_rms_norm(*a, EPS)

@@ -24,12 +24,13 @@ from weft.ops.attention.paged_prefill_attention import (
 from weft.ops.attention.qk_norm_rope import TILE, qk_norm_rope_kernel
 from weft.ops.attention.sequence_ranges import SequenceRanges
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
+from weft.ops.elementwise.sigmoid_mul import sigmoid_mul_kernel
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options
 
 KERNELS = (
-    "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",
-    "paged_attention_few", "decode_attention", "decode_attention_of_parts",
+    "silu_mul", "sigmoid_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention",
+    "paged_attention_whole", "paged_attention_few", "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
 # Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32; sinks and a soft cap.
@@ -59,6 +60,9 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     if name.startswith("silu_mul"):
         constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20, "ACTIVATION": "gelu_tanh" if "gelu" in name else "silu"}
         return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, out, 128, 6400, fp8, arch=arch, **constexprs, **options)
+    if name == "sigmoid_mul":
+        arguments = x, 3072, x, 7168, out, 128, 3072, fp8
+        return compiled(sigmoid_mul_kernel, *arguments, arch=arch, ROWS=4, BLOCK=256, **options)
     if name.startswith("add_rms_norm"):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}

@@ -72,6 +72,7 @@ def many_rows(rows):
     cache, pages = torch.empty(1, 1, 64, 16), torch.zeros(1, cdiv(rows, 64), dtype=torch.int32)
     return {
         "silu_mul": lambda: ops.silu_mul(torch.empty(4 * rows, 2)),
+        "sigmoid_mul": lambda: ops.sigmoid_mul(*[torch.empty(4 * rows, 1)] * 2),
         "sample_argmax": lambda: ops.sample_argmax(logits, 0),
         "top_p_mass": lambda: ops.top_p_mass(logits, ints.float(), ints.float(), ints, 28),
         "paged_prefill_attention": lambda: ops.paged_prefill_attention(

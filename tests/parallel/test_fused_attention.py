@@ -89,8 +89,7 @@ def test_fused_attention_is_that_of_torch(options, prompts):
 
 
 @pytest.mark.parametrize("mode", ["replicated", "invariant"])
-def test_gates_take_rows_of_16_bits_before_a_weight_in_fp8(mode):
-    """Without gates the kernel before such a weight writes its rows in fp8."""
+def test_gated_rows_are_in_fp8_before_a_weight_in_fp8(mode):
     generator = torch.Generator().manual_seed(5)
     gated, o = (
         torch.randn(shape, generator=generator, dtype=torch.bfloat16)
@@ -109,10 +108,7 @@ def test_gates_take_rows_of_16_bits_before_a_weight_in_fp8(mode):
 
     found, expected = (weft.simulate(main, 1, args=(fused,))[0] for fused in (True, False))
     for ours, theirs in zip(found, expected, strict=True):
-        if mode == "invariant":  # the last kernel there puts the gated rows in fp8
-            torch.testing.assert_close(ours.dequantized(torch.bfloat16), theirs, rtol=2**-4, atol=2e-2)
-        else:
-            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours.dequantized(torch.bfloat16), theirs, rtol=2**-4, atol=2e-2)
 
 
 @pytest.mark.parametrize("options", ["bias", "window", "wide window", "all"])

@@ -78,6 +78,19 @@ def test_launches_of_a_layer(mode, dtype, expected, monkeypatch):
     assert both - prompt == {**expected, "decode_attention": 1}
 
 
+def test_gated_attention_is_a_launch_more(monkeypatch):
+    """Before ``o_proj`` in fp8, whose rows it writes."""
+    sizes = dataclasses.replace(WIDE, attention=dataclasses.replace(WIDE.attention, gated=True))
+    options = {"mode": "replicated", "dtype": torch.bfloat16, "quantization": "fp8"}
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, sizes, **options) - launches(monkeypatch, 1, tokens, sizes, **options)
+        for tokens in (1, 2)
+    )
+    more = {**SMALL_M, "sigmoid_mul": 1}
+    assert prompt == {**more, **PROMPTED}
+    assert both - prompt == {**more, "decode_attention": 1}
+
+
 def experts_launches(scheme, mode, tokens, world_size=2):
     """Launches of rank 0 for a mixture of experts: by kernel."""
     found = Counter()

@@ -162,7 +162,7 @@ class TPAttention(nn.Module):
         if self.gated:  # in a checkpoint a head's query and gate take turns
             rows = torch.arange(2 * self.num_heads * self.head_dim).view(self.num_heads, 2, self.head_dim)
             queries = rows[:, 0] if self.order is None else rows[:, 0, self.order]
-            order = torch.cat((queries.flatten(), rows[:, 1].flatten())).to(self.team.device)
+            order = torch.cat((rows[:, 1].flatten(), queries.flatten())).to(self.team.device)
             shards["q_proj.weight"] = replace(shards["q_proj.weight"], order=order)
             names = [f"{name}.weight" for name in self.qkv_proj.parts]
             shards |= widened({name: shards[name] for name in names}, self.widened)

@@ -21,6 +21,7 @@ from weft.ops.collectives.barrier import barrier
 from weft.ops.collectives.heads import heads_to_sequence, sequence_to_heads
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.elementwise.add_rms_norm import add_rms_norm
+from weft.ops.elementwise.sigmoid_mul import sigmoid_mul
 from weft.ops.elementwise.silu_mul import silu_mul
 from weft.ops.explain import Explanation, explain
 from weft.ops.gemm.add_adapters import add_adapters
@@ -68,7 +69,7 @@ __all__ = [
     "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_route_schedule",
     "matmul_silu_mul", "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch",
     "moe_schedule", "moe_sum", "ngram_drafts", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul",
+    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "sigmoid_mul", "silu_mul",
     "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import Fp8, RowFormat
 from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
@@ -24,10 +24,10 @@ from weft.parallel.plain import (
     as_cached,
     attend_to_chunk,
     attend_to_prompts,
-    attend_to_sequences,
     scaled,
     without_gates,
 )
+from weft.parallel.plain import attend as plain_attend
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between, rows_for
 from weft.parallel.rotary import table_of
@@ -113,8 +113,7 @@ def attend(
     cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, of
     several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
-    Gated attention is four launches more, of torch's operations: one joins q with k and v, three multiply rows of 16 bits by
-    the gates.
+    Gated attention is a launch more, which multiplies rows of 16 bits by the gates.
 
     cache  as for weft.parallel.plain
     """
@@ -122,21 +121,11 @@ def attend(
         return fused_latent.attend(tensor_of(qkv), w, step, cache)
     if isinstance(w, DeltaWeights):
         return _delta_net(tensor_of(qkv), w, step, cache)
+    if isinstance(step, Sequences):  # torch's operations, which have gradients
+        return plain_attend(qkv, w, step, cache)
+    projected, gate = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv), None
     if w.gated:
-        qkv, gate = without_gates(tensor_of(qkv), w)
-        return _attended(qkv, w, step, cache) * gate.sigmoid()
-    return _attended(qkv, w, step, cache)
-
-
-def _attended(
-    qkv: Tensor | SplitK | DeferredNorm,
-    w: AttentionWeights,
-    step: Step | Sequences,
-    cache: tuple[Tensor, ...] | None,
-) -> Tensor | Fp8:
-    """``attend`` without gates; ``qkv`` has none."""
-    if isinstance(step, Sequences):
-        return attend_to_sequences(qkv, w, step)
+        projected, gate = without_gates(projected, w)
     scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     if step.by_cudnn(w) or (step.is_prefill and step.spread is not None):
         way = _attend_with_keys
@@ -144,9 +133,13 @@ def _attended(
         way = _attend_to_pages
     else:
         way = _decode if step.spread is None else _decode_spread
-    projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     attended = way(projected, w, step, cache[:2], scales)
-    return attended if isinstance(attended, Fp8) else attended.reshape(step.tokens, w.heads * w.head_dim)
+    if isinstance(attended, Fp8):
+        return attended
+    rows = attended.reshape(step.tokens, w.heads * w.head_dim)
+    if gate is None:
+        return rows
+    return ops.sigmoid_mul(rows, gate, fp8=_elementwise_format(w.last_matrix, rows.dtype, rows.shape[1]))
 
 
 def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor:
@@ -181,7 +174,7 @@ def _decode(
         q = _queries(projected, w, step, cache, scales)
         return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
     rows = projected.scaled if isinstance(projected, DeferredNorm) else projected
-    format = rows_for(w.last_matrix, heads_dtype(rows, cache[0], w.q_norm, w.bias))
+    format = None if w.gated else rows_for(w.last_matrix, heads_dtype(rows, cache[0], w.q_norm, w.bias))
     return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options, fp8=format)
 
 
@@ -200,7 +193,7 @@ def _attend_to_pages(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
     q = _queries(projected, w, step, cache, scales)
-    options = {"fp8": rows_for(w.last_matrix, q.dtype), **_scores(w), **scales}
+    options = {"fp8": None if w.gated else rows_for(w.last_matrix, q.dtype), **_scores(w), **scales}
     return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
 
 
@@ -302,9 +295,14 @@ def gated(x: Tensor | Fp8 | DeferredNorm, w: MLPWeights) -> Tensor | Fp8:
 
 def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor | Fp8:
     """silu(gate) * up, or with another activation, as the weight ``down`` takes it."""
-    format = rows_for(down, gate_up.dtype)
-    wide = format is not None and format.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN
-    return ops.silu_mul(gate_up, fp8=None if wide else format, activation=activation)
+    format = _elementwise_format(down, gate_up.dtype, gate_up.shape[1] // 2)
+    return ops.silu_mul(gate_up, fp8=format, activation=activation)
+
+
+def _elementwise_format(w: Matrix | None, dtype: torch.dtype, columns: int) -> RowFormat | None:
+    """``rows_for`` of an elementwise op; None too where a row with one scale is too wide for a program."""
+    format = rows_for(w, dtype)
+    return None if format is not None and format.kind == "token" and columns > MAX_TOKEN else format
 
 
 def route(x: Tensor, w: MoEWeights) -> ops.Routing:

@@ -32,7 +32,7 @@ PAGE = 64
 def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor | Fp8:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
-    Two launches, one more where ``w.o`` takes rows in fp8. Gated attention is four launches more.
+    Two launches, one more where ``w.o`` takes rows in fp8 or attention is gated.
 
     cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``, whose keys and values go
            into pages of this call
@@ -51,7 +51,8 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
         given = q, keys, values, step.pages, step.lengths
         rows = ops.paged_attention(*given, tickets=step.tickets, queries=step.queries, invariant=True, **options)
     rows, format = rows.reshape(step.tokens, w.heads * w.head_dim), rows_for(w.o, q.dtype)
-    rows = rows if gate is None else rows * gate.sigmoid()
+    if gate is not None:
+        return ops.sigmoid_mul(rows, gate, fp8=format)
     return rows if format is None else quantized_rows(rows, format, capabilities_of(rows.device))
 
 

@@ -144,10 +144,9 @@ def attend(
 
 
 def without_gates(qkv: Tensor, w: AttentionWeights) -> tuple[Tensor, Tensor]:
-    """(queries, keys and values; gates [T, heads * head_dim]) of gated attention."""
-    heads, keys = w.heads * w.head_dim, w.kv_heads * w.head_dim
-    q, gate, keys_and_values = qkv.split([heads, heads, 2 * keys], dim=-1)
-    return torch.cat((q, keys_and_values), dim=-1), gate
+    """(queries, keys and values; gates [T, heads * head_dim]) of gated attention, columns of ``qkv``."""
+    gate, qkv = qkv.tensor_split((w.heads * w.head_dim,), dim=-1)
+    return qkv, gate
 
 
 def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Tensor:

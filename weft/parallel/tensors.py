@@ -137,7 +137,7 @@ class AttentionWeights(NamedTuple):
     window, scale, softcap, sinks  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
     rotary          number of the step's table of angles
-    gated           rows of gates [heads * head_dim] lie between the rows of q and of k
+    gated           rows of gates [heads * head_dim] lie before the rows of q
     qkv_lora, o_lora  adapters of both matrices; None: there are none
     """
 
@@ -163,8 +163,8 @@ class AttentionWeights(NamedTuple):
 
     @property
     def last_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows of attention; None: gates or adapters take them."""
-        return None if self.gated or self.o_lora is not None else self.o
+        """Weight of the only GEMM that takes the rows, after any gates; None: adapters take them too."""
+        return None if self.o_lora is not None else self.o
 
     @property
     def scores(self) -> Scores:

@@ -183,7 +183,7 @@ class _Layer:
         width = (self.heads + 2 * self.kv_heads) * config.head_dim + gates
         yield self.of.columns("qkv", width)
         if gates:
-            yield Launch("gates", "memory", (3 * self.tokens * gates * self.item,), 4)
+            yield Launch("gates", "memory", (3 * self.tokens * gates * self.item,))
         yield from self._attend(window, width - gates, config.head_dim)
         yield self.of.rows("o", self.heads * config.head_dim)
 

@@ -91,16 +91,27 @@ def silu_mul(
         )
     check_rounds("silu_mul", fp8, "gate_up", gate_up)
     check_choice("silu_mul", "activation", activation, ACTIVATIONS)
-    if fp8 is not None and fp8.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN:
-        raise ValueError(
-            f"silu_mul: N={gate_up.shape[1] // 2} > {MAX_TOKEN} with a scale for each token; leave fp8 out"
-        )
+    check_token("silu_mul", gate_up.shape[1] // 2, fp8)
     if norm is not None:
         check_scales("silu_mul", norm.operand, gate_up)
     given = gate_up, *((None, 0.0) if norm is None else (norm.squares, norm.eps))
     if fp8 is None:
         return SILU_MUL.dispatch(*given, activation)
     return fp8_of(*SILU_MUL_FP8.dispatch(*given, fp8, activation), fp8)
+
+
+def check_token(op: str, N: int, fp8: RowFormat | None) -> None:
+    """ValueError where ``fp8`` has one scale for more columns than a program can hold."""
+    if fp8 is not None and fp8.kind == "token" and N > MAX_TOKEN:
+        raise ValueError(f"{op}: N={N} > {MAX_TOKEN} with a scale for each token; leave fp8 out")
+
+
+def tile_of(M: int, N: int, format: RowFormat | None = None) -> tuple[int, int]:
+    """Rows and columns of a program of an elementwise op with a result [M, N], in a ``format`` of fp8."""
+    if format is not None and format.kind == "token":
+        return 1, next_power_of_2(N)
+    rows = min(MAX_ROWS, next_power_of_2(M))
+    return rows, TILE // rows
 
 
 class SiluMul(Op):
@@ -162,8 +173,7 @@ class SiluMul(Op):
         self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float, activation: str = "silu"
     ) -> torch.Tensor:
         out = self.fake(gate_up, squares, eps)
-        rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
-        _launch(gate_up, squares, eps, out, None, (rows, TILE // rows), activation)
+        _launch(gate_up, squares, eps, out, None, tile_of(*out.shape), activation)
         return out
 
     def fake(self, gate_up, squares, eps, activation="silu"):
@@ -185,8 +195,7 @@ class SiluMulFp8(Op):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_e4m3("silu_mul", capabilities_of(gate_up.device))
         out, scales = self.fake(gate_up, squares, eps, format)
-        rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
-        tile = (1, next_power_of_2(out.shape[1])) if format.kind == "token" else (rows, TILE // rows)
+        tile = tile_of(*out.shape, format)
         fp8 = rows_argument(scales, format, gate_up.dtype, tile[1])
         _launch(gate_up, squares, eps, out, fp8, tile, activation)
         return out, scales

@@ -311,6 +311,7 @@ def operands(team):
     weights = {"q_weight": f(16), "k_weight": f(16), "eps": 1e-6, "angles": angles}
     tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR) | {"bias": TENSOR[1:]}
     yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, **options}
+    yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {"gate": TENSOR[1:]}
     slots = {"positions": ids[:2], "slots": ids[:2], "keys": cache, "values": cache}
     tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *slots), TENSOR) | {"bias": TENSOR[1:]}
     yield ops.qk_norm_rope, {"qkv": f(2, 48), **weights, **slots}, {**tensors, "eps": number, "with_keys": FLAG}

@@ -12,7 +12,7 @@ from weft.kernels.online_softmax import PrefillTile, ScoreRule
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
-from weft.kernels.split_kv import Partials
+from weft.kernels.split_kv import HeadGates, Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
 from weft.ops.attention.decoding import DecodingCall, programs_per_sm, split_kv_for, tile_of
 from weft.ops.attention.paged_attention import paged_attention_kernel
@@ -37,13 +37,16 @@ KERNELS = (
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
     "paged_attention_few_window", "silu_mul_gelu", "add_rms_norm_wide", "qk_norm_rope_wide", "decode_attention_wide",
-    "decode_attention_scored", "paged_attention_scored", "paged_attention_few_window_scored",
+    "decode_attention_scored", "decode_attention_gated", "paged_attention_scored", "paged_attention_few_window_scored",
     "paged_prefill_attention_window_scored",
 )  # fmt: skip
 # New tokens of a sequence in paged_attention_few.
 FEW = 4
 # With results in fp8.
-IN_FP8 = ("silu_mul_fp8", "add_rms_norm_fp8", "decode_attention_of_parts_fp8", "paged_prefill_attention_fp8")
+IN_FP8 = (
+    "silu_mul_fp8", "add_rms_norm_fp8", "decode_attention_of_parts_fp8", "paged_prefill_attention_fp8",
+    "decode_attention_gated_fp8",
+)  # fmt: skip
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
 
@@ -98,7 +101,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, QUERIES=queries, **constexprs, **options)
     projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, bias)
-    arguments = projected, norms, FP32, *arguments, fp8
+    gate = HeadGates(x, 64 * D) if "gated" in name else None
+    arguments = projected, norms, FP32, *arguments, fp8, gate
     return compiled(decode_attention_kernel, *arguments, arch=arch, QKV=qkv, **constexprs, **options)
 
 

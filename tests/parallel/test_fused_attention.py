@@ -34,6 +34,7 @@ OPTIONS = {
     "softcap": NO_NORMS | {"softcap": 0.8, "scale": 0.7},
     "sinks": NO_NORMS | {"sinks": torch.linspace(-2, 3, HEADS)},
     "sinks in a window": NORMS | {"window": 11, "sinks": torch.linspace(-2, 3, HEADS), "softcap": 1.5},
+    "gates": NORMS | {"gated": True},
     "all": NORMS | BIAS | {"window": 11, "scale": 0.4},
 }
 # Prompts of two sequences: their (before, length), call by call.
@@ -46,9 +47,10 @@ PROMPTS = {
 def attended(local, options, calls, positions=(33, 20)):
     """(attention of every token of prompts, then of a token more of each, keys and values) by ``local`` functions."""
     generator = torch.Generator().manual_seed(3)
+    heads = HEADS * (1 + ("gated" in options)) + 2 * KV_HEADS
     qkv, *x = (
         torch.randn(shape, generator=generator) / 4
-        for shape in (((HEADS + 2 * KV_HEADS) * D, HIDDEN), (33, HIDDEN), (20, HIDDEN), (3, HIDDEN))
+        for shape in ((heads * D, HIDDEN), (33, HIDDEN), (20, HIDDEN), (3, HIDDEN))
     )
     w = AttentionWeights(qkv=qkv, o=torch.empty(0), eps=1e-6, heads=HEADS, kv_heads=KV_HEADS, head_dim=D, **options)
     pages = torch.tensor([[4, 2, 6], [1, 5, 3]], dtype=torch.int32)

@@ -78,17 +78,16 @@ def test_launches_of_a_layer(mode, dtype, expected, monkeypatch):
     assert both - prompt == {**expected, "decode_attention": 1}
 
 
-def test_gated_attention_is_a_launch_more(monkeypatch):
-    """Before ``o_proj`` in fp8, whose rows it writes."""
+def test_gates_are_a_launch_of_a_prompt_and_none_of_a_decode_step(monkeypatch):
+    """Before ``o_proj`` in fp8, whose rows the same kernels write."""
     sizes = dataclasses.replace(WIDE, attention=dataclasses.replace(WIDE.attention, gated=True))
     options = {"mode": "replicated", "dtype": torch.bfloat16, "quantization": "fp8"}
     prompt, both = (
         launches(monkeypatch, 2, tokens, sizes, **options) - launches(monkeypatch, 1, tokens, sizes, **options)
         for tokens in (1, 2)
     )
-    more = {**SMALL_M, "sigmoid_mul": 1}
-    assert prompt == {**more, **PROMPTED}
-    assert both - prompt == {**more, "decode_attention": 1}
+    assert prompt == {**SMALL_M, **PROMPTED, "sigmoid_mul": 1}
+    assert both - prompt == {**SMALL_M, "decode_attention": 1}
 
 
 def experts_launches(scheme, mode, tokens, world_size=2):

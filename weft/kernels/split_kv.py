@@ -3,6 +3,8 @@
 The method is Flash-Decoding's (Dao et al., 2023).
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import store_groups
+from weft.kernels.operands import rows_contiguous
 
 
 class Partials(NamedTuple):
@@ -24,6 +27,21 @@ class Partials(NamedTuple):
     means: torch.Tensor
     log_sums: torch.Tensor
     arrivals: torch.Tensor
+
+
+class HeadGates(NamedTuple):
+    """Gates of a result's heads, whose sigmoids multiply it before it is rounded: a kernel's argument.
+
+    rows    [tokens, q_heads * D], ``stride`` elements apart
+    """
+
+    rows: torch.Tensor
+    stride: int
+
+    @classmethod
+    def of(cls, gate: torch.Tensor) -> HeadGates:
+        rows = rows_contiguous(gate)
+        return cls(rows, rows.stride(0))
 
 
 @triton.jit
@@ -47,13 +65,16 @@ def first_block(length, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None):
+def store_or_join(
+    mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None, gate=None
+):
     """Finish partial program_id(1) of the ``count`` of pair program_id(0), as ``attend`` computed it.
 
     mean   [kept, D], log_sum [rows]
     out    [pairs, group, D]: a pair's only partial, or all partials, joined by the program that arrives last
     fp8    ``Fp8Rows`` of ``out`` as rows of a sequence's HEADS pairs; else None
     left   as of ``rows_at``; unless None, ``out`` is where the pair's rows begin
+    gate   pointer to the pair's gates [group, D]; None: there are none
     order  that of ``store_partial``
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
     """
@@ -68,21 +89,24 @@ def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr,
                 tl.store(partials.arrivals + pair, 0)
                 first = pair.to(tl.int64) * splits * GROUP
                 whole = join(partials.means + first * D, partials.log_sums + first, count, D, TILE)
-                store_heads(whole, out, fp8, HEADS, TILE, left)
+                store_heads(whole, out, fp8, HEADS, TILE, left, gate)
     if alone:
-        store_heads(mean, out, fp8, HEADS, TILE, left)
+        store_heads(mean, out, fp8, HEADS, TILE, left, gate)
 
 
 @triton.jit
-def store_heads(mean, out, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None):
+def store_heads(mean, out, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None, gate=None):
     """Store the first TILE.group rows of mean [ROWS, D], rounded, as the heads of pair program_id(0).
 
-    out, fp8, HEADS, left  as of ``store_or_join``
+    out, fp8, HEADS, left, gate  as of ``store_or_join``
     """
     ROWS: tl.constexpr = mean.shape[0]
     D: tl.constexpr = mean.shape[1]
     GROUP: tl.constexpr = TILE.group
     pair, row = tl.program_id(0), tl.arange(0, ROWS)[:, None]
+    if gate is not None:
+        gates = tl.load(gate + row * D + tl.arange(0, D)[None, :], mask=row < GROUP, other=0.0)
+        mean *= tl.sigmoid(gates.to(tl.float32))
     if fp8 is None:
         if left is None:
             out += pair.to(tl.int64) * (GROUP * D)

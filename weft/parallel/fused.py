@@ -113,7 +113,8 @@ def attend(
     cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, of
     several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
-    Gated attention is a launch more, which multiplies rows of 16 bits by the gates.
+    Gated attention of one new token of a sequence is the same launches, unless the cache is spread; otherwise one more, which
+    multiplies rows of 16 bits by the gates.
 
     cache  as for weft.parallel.plain
     """
@@ -131,8 +132,12 @@ def attend(
         way = _attend_with_keys
     elif step.is_prefill:
         way = _attend_to_pages
+    elif step.spread is not None:
+        way = _decode_spread
+    elif step.queries > 1:
+        way = _decode_several
     else:
-        way = _decode if step.spread is None else _decode_spread
+        return _decode(projected, gate, w, step, cache[:2], scales)
     attended = way(projected, w, step, cache[:2], scales)
     if isinstance(attended, Fp8):
         return attended
@@ -166,16 +171,27 @@ def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None
 
 
 def _decode(
-    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+    projected: Tensor | DeferredNorm,
+    gate: Tensor | None,
+    w: AttentionWeights,
+    step: Step,
+    cache: tuple[Tensor, ...],
+    scales: Scales,
 ) -> Tensor | Fp8:
-    places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, **_scores(w), **scales}
-    if step.queries > 1:  # a row attends to keys that neighbouring rows write
-        del options["bias"]
-        q = _queries(projected, w, step, cache, scales)
-        return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
+    """Gated attention of one new token of each sequence, in one launch."""
+    places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "gate": gate, **_scores(w), **scales}
     rows = projected.scaled if isinstance(projected, DeferredNorm) else projected
-    format = None if w.gated else rows_for(w.last_matrix, heads_dtype(rows, cache[0], w.q_norm, w.bias))
-    return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options, fp8=format)
+    options["fp8"] = rows_for(w.last_matrix, heads_dtype(rows, cache[0], w.q_norm, w.bias))
+    attended = ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options)
+    return attended if isinstance(attended, Fp8) else attended.flatten(1)
+
+
+def _decode_several(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    """Attention of several new tokens of each sequence, which attend to keys of neighbouring rows."""
+    q, places = _queries(projected, w, step, cache, scales), (*cache, step.pages, step.lengths)
+    return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **_scores(w), **scales)
 
 
 def _decode_spread(

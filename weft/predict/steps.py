@@ -182,7 +182,8 @@ class _Layer:
         gates = self.heads * config.head_dim if config.attention.gated else 0
         width = (self.heads + 2 * self.kv_heads) * config.head_dim + gates
         yield self.of.columns("qkv", width)
-        if gates:
+        # A decode step of one token of a sequence multiplies by them as it attends.
+        if gates and (self.tokens > self.batch or (self.layout.spread and self.world > 1)):
             yield Launch("gates", "memory", (3 * self.tokens * gates * self.item,))
         yield from self._attend(window, width - gates, config.head_dim)
         yield self.of.rows("o", self.heads * config.head_dim)

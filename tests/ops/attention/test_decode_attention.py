@@ -7,7 +7,8 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.checking import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical, inputs_of
+from tests.ops.checking import check as check_result
 from tests.ops.layer_cases import (
     DEVICES,
     EPS,
@@ -161,6 +162,28 @@ def test_what_orders_the_new_token_is_needed(mutation, schedules, tmp_path):
     report = weft.check.check(main, 1, schedules=schedules)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}
     assert (finding in found) if finding else report.ok, str(report)
+
+
+# Text of the kernel and its replacement.
+OF_GATES = {
+    "gates forgotten": ("None, gate_of_pair)", "None, None)"),
+    "gates of the first sequence": ("gate.rows + sequence.to(tl.int64) * gate.stride", "gate.rows"),
+    "gates of the first head": (" + head * (TILE.group * D)\n", "\n"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_GATES)
+def test_the_cases_find_planted_mistakes_with_gates(mistake, tmp_path):
+    case = next(case for case in decoding.DECODE_ATTENTION.cases() if case.field("gate"))
+    mutant = mutated(decoding, *OF_GATES[mistake], f"decode_gates_{list(OF_GATES).index(mistake)}", tmp_path)
+
+    def main(team):
+        inputs = inputs_of(case, 0)
+        given = [x.clone() for x in inputs]
+        check_result(case, 0, [inputs], mutant.DECODE_ATTENTION.call(case, None, *given))
+
+    with pytest.raises(AssertionError, match="wrong"):
+        weft.simulate(main, 1)
 
 
 def test_the_schema_and_the_fake_tell_the_truth():

@@ -23,7 +23,7 @@ from weft.kernels.paged_cache import PagedCache, Sequences, as_values, cell_of, 
 from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
-from weft.kernels.split_kv import first_block, split_count, store_or_join
+from weft.kernels.split_kv import HeadGates, first_block, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import (
     check_heads,
@@ -36,8 +36,8 @@ from weft.ops.attention.attention_op import (
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
-from weft.ops.case import Case, Draw, Inputs, agreed, format_of
-from weft.ops.local import capabilities_of, check_dtype, check_row_format
+from weft.ops.case import Case, Draw, Inputs, agreed, format_of, lay_out
+from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
 from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar
 from weft.runtime.team.team import Team
@@ -65,6 +65,7 @@ def decode_attention_kernel(
     max_pages,
     scores,
     fp8,
+    gate,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
     QKV: tl.constexpr,
@@ -77,6 +78,7 @@ def decode_attention_kernel(
     position        lengths[b] - 1: row of ``angles``, and the cell of the cache that the program of this token's partial writes
                     before it attends. lengths[b] = 0: nothing is written
     fp8             ``Fp8Rows`` of ``out`` as rows [B, heads * group * D]; else None
+    gate            ``HeadGates``, by whose sigmoids ``out`` is multiplied; else None
     signals, waits  none: each cell is written and read by one program; partials as in ``paged_attention_kernel``
     """
     D: tl.constexpr = SIZES.dim
@@ -140,7 +142,11 @@ def decode_attention_kernel(
         mean, log_sum = attend(
             x, cache, table, page, head, first, length, step, scale, SIZES, TILE, None, None, inner, sink
         )
-        store_or_join(as_values(mean, cache), log_sum, count, out, partials, fp8, SIZES.heads, TILE)
+        gate_of_pair = None
+        if gate is not None:
+            gate_of_pair = gate.rows + sequence.to(tl.int64) * gate.stride + head * (TILE.group * D)
+        mean = as_values(mean, cache)
+        store_or_join(mean, log_sum, count, out, partials, fp8, SIZES.heads, TILE, None, gate_of_pair)
 
 
 def decode_attention(
@@ -162,6 +168,7 @@ def decode_attention(
     *,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     fp8: RowFormat | None = None,
 ) -> torch.Tensor | Fp8:
     """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
@@ -180,11 +187,14 @@ def decode_attention(
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
     window              as for ``paged_attention``
     k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
+    gate                [B, Hq * D] of the result's dtype, columns of a wider tensor or not: the result is multiplied by its
+                        sigmoid, before it is rounded. None: there are no gates
     fp8                 rows [B, Hq * D] of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of
                         the weight that follows. By a kernel more with a scale for each token, and where groups of 128 columns
                         do not end with the heads of a KV head (``writes_heads``)
 
-    Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
+    Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings; with gates, ``sigmoid_mul`` after them, except
+    for a rounding. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
     lengths or pages: values out of range are not refused. No backward. ValueError for shapes, dtypes, devices that do not fit.
     """
@@ -202,8 +212,11 @@ def decode_attention(
     check_scores(op, rows.shape[-1] // D - 2 * heads, rows.device, scale, softcap, sinks)
     if squares is not None:
         check_scales(op, qkv.operand, rows)
+    if gate is not None:
+        check_like(op, "gate", gate, rows.device, (heads_dtype(rows, keys, q_weight, bias),))
+        check_shape(op, "gate", gate, (B, rows.shape[-1] - 2 * heads * D))
     places = angles, keys, values, sequences
-    options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale, softcap, sinks
+    options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale, softcap, sinks, gate
     check_row_format(op, fp8, rows.device)
     given = DecodeArguments(rows, squares, norm_eps, norms, *places, *options)
     if fp8 is None:
@@ -234,6 +247,7 @@ class DecodeArguments(NamedTuple):
     v_scale: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
 
 
 class DecodeAttention(DecodingOp):
@@ -252,13 +266,18 @@ class DecodeAttention(DecodingOp):
         seen = [(cases.first_seen(case, length), length - 1) for length in lengths]
         cache = cases.draw_cache(draw, lengths, seen, spare=case.field("spare") or 0)
         held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
-        return *cache, held, *cases.draw_projection(draw, len(lengths))
+        drawn = *cache, held, *cases.draw_projection(draw, len(lengths))
+        if not case.field("gate"):
+            return drawn
+        gate = draw.own("gate", (len(lengths), case.sizes[0] * case.sizes[2]), 3.0)
+        return *drawn, lay_out(gate, "strided")
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(result, keys, values), from rounded queries, keys and values."""
         keys, values, pages, lengths, *projection = by_rank[rank]
         at, S = (lengths.long() - 1).clamp(min=0), case.sizes[3]
-        new = cases.Projection.of(case, *projection).heads(at)
+        given, gate = _projected(case, projection)
+        new = given.heads(at)
         q, k, v = (x.to(case.dtype).double() for x in new)
         keys, values = keys.double(), values.double()
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -270,7 +289,7 @@ class DecodeAttention(DecodingOp):
                 out[b] = cases.attended(
                     q[b : b + 1], *held, length - 1, case.field("window"), cases.scores_of(case, q)
                 )[0]
-        return out, keys, values
+        return out if gate is None else out * gate.double().sigmoid().view(out.shape), keys, values
 
     def call(
         self,
@@ -283,8 +302,8 @@ class DecodeAttention(DecodingOp):
         *projection: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """(result, keys, values)"""
-        given = cases.Projection.of(case, *projection)
-        options = {"bias": given.bias, "window": case.field("window"), **cases.scores_of(case, keys)}
+        given, gate = _projected(case, projection)
+        options = {"bias": given.bias, "window": case.field("window"), "gate": gate, **cases.scores_of(case, keys)}
         if isinstance(case.design, str):
             places = given.angles, keys, values, pages, lengths
             return decode_attention(given.qkv, *given.norms, *places, **options), keys, values
@@ -318,6 +337,15 @@ class DecodeAttention(DecodingOp):
             yield cases.case_of(self.name, heads, design, lengths=(33, 0, 70), positions=71, **kind)
         for heads, kind in cases.IN_FP8:
             yield cases.case_of(self.name, heads, design, lengths=(33, 0, 5), positions=71, fp8_rows=kind)
+        # Of partials that are joined and of one; rows of three heads, of which a tile has four.
+        for heads, kind in (
+            (cases.QWEN, {}),
+            (cases.QWEN, {"fp8_rows": "group"}),
+            (cases.SMALL, {"partials": 3, "window": 24}),
+            (cases.HEADS[6], {}),
+        ):
+            yield cases.case_of(self.name, heads, design, lengths=(33, 0, 5), positions=71, gate=True, **kind)
+        yield cases.case_of(self.name, cases.HEADS[6], lengths=(20,), positions=20, gate=True)
 
     def large_cases(self) -> Iterator[Case]:
         design = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
@@ -357,7 +385,8 @@ class DecodeAttention(DecodingOp):
             )
             norms, angles = given.norms.contiguous(), given.angles.contiguous()
             scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
-            launch(grid, projected, norms, angles, *arguments, scores, fp8)
+            gate = None if given.gate is None else HeadGates.of(given.gate)
+            launch(grid, projected, norms, angles, *arguments, scores, fp8, gate)
         return out if format is None else (rows, scales)
 
     def forward(self, given: DecodeArguments) -> torch.Tensor:
@@ -396,6 +425,12 @@ class DecodeAttentionFp8(Op):
     def fake(self, given, format):
         B, q_heads, D = DECODE_ATTENTION.shape_of(given)
         return empty_rows(given.qkv, B, q_heads * D, format)
+
+
+def _projected(case: Case, drawn: Sequence[torch.Tensor]) -> tuple[cases.Projection, torch.Tensor | None]:
+    """(projection of a case, its gates or None)"""
+    *projection, gate = drawn if case.field("gate") else (*drawn, None)
+    return cases.Projection.of(case, *projection), gate
 
 
 DECODE_ATTENTION = DecodeAttention()

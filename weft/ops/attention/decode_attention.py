@@ -36,7 +36,7 @@ from weft.ops.attention.attention_op import (
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
-from weft.ops.case import Case, Draw, Inputs, agreed, format_of, lay_out
+from weft.ops.case import BF16, Case, Draw, Inputs, agreed, format_of, lay_out
 from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
 from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar
@@ -355,6 +355,9 @@ class DecodeAttention(DecodingOp):
             for kind in ({"partials": 3}, {"squares": 20}):
                 lengths = (length,) * (batch - 1) + (length - 1,)
                 yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **kind)
+        for batch, length in ((1, 1024), (32, 1024), (128, 129)):  # a rank of two with Qwen3.6-27B
+            lengths = (length,) * (batch - 1) + (length - 1,)
+            yield cases.case_of(self.name, ((12, 2, 256, 64), BF16), lengths=lengths, positions=length, gate=True)
         options = {"norms": False, "bias": True, "squares": 20, "window": 4096}
         for batch, length in ((1, 20000), (32, 5000)):
             lengths = (length,) * (batch - 1) + (length - 1,)

@@ -30,9 +30,9 @@ class Partials(NamedTuple):
 
 
 class HeadGates(NamedTuple):
-    """Gates of a result's heads, whose sigmoids multiply it before it is rounded: a kernel's argument.
+    """Gates of a result's heads, a kernel's argument: the rounded result is multiplied by their sigmoids.
 
-    rows    [tokens, q_heads * D], ``stride`` elements apart
+    rows    [tokens, q_heads * D], of the result's dtype before any fp8, ``stride`` elements apart
     """
 
     rows: torch.Tensor
@@ -106,7 +106,7 @@ def store_heads(mean, out, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=No
     pair, row = tl.program_id(0), tl.arange(0, ROWS)[:, None]
     if gate is not None:
         gates = tl.load(gate + row * D + tl.arange(0, D)[None, :], mask=row < GROUP, other=0.0)
-        mean *= tl.sigmoid(gates.to(tl.float32))
+        mean = mean.to(gates.dtype).to(tl.float32) * tl.sigmoid(gates.to(tl.float32))
     if fp8 is None:
         if left is None:
             out += pair.to(tl.int64) * (GROUP * D)

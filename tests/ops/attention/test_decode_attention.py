@@ -64,7 +64,7 @@ class Case:
         self.places = self.pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
         self.tickets = torch.zeros(B * heads.kv_heads + 1, dtype=torch.int32, device=device)
 
-    def run(self, design=None, module=decoding):
+    def run(self, design=None, module=decoding, gate=None):
         """(result, the cache after it)"""
         cache = [x.clone() for x in self.cache]
         norms, sequences = HeadNorms(*self.weights, EPS), Sequences(*self.places)
@@ -72,7 +72,7 @@ class Case:
         op = module.DECODE_ATTENTION
         design = design or op.plan_of(cache[0], sequences.pages, self.window)
         options = sequences, scale, self.tickets, None, self.window
-        arguments = DecodeArguments(*parts_of(self.given), norms, self.angles, *cache, *options)
+        arguments = DecodeArguments(*parts_of(self.given), norms, self.angles, *cache, *options, gate=gate)
         out = op.run(design, None, arguments)
         assert not self.tickets.any(), "arrival counters are left as they were"
         return out, cache
@@ -162,6 +162,20 @@ def test_what_orders_the_new_token_is_needed(mutation, schedules, tmp_path):
     report = weft.check.check(main, 1, schedules=schedules)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}
     assert (finding in found) if finding else report.ok, str(report)
+
+
+@pytest.mark.parametrize("heads", [QWEN, HEADS[-1]], ids=str)
+def test_gates_multiply_as_sigmoid_mul_does(heads):
+    """A step of several tokens multiplies by that op."""
+
+    def main(team):
+        case = Case(heads, (33, 0, 5), "cpu")
+        wide = random((3, 2 * heads.q_heads * heads.D), heads.dtype, "cpu")
+        gate = wide[:, heads.q_heads * heads.D :]
+        plain, gated = (case.run(SPLIT, gate=one)[0] for one in (None, gate))
+        assert_identical(gated.flatten(1), ops.sigmoid_mul(plain.flatten(1), gate))
+
+    weft.simulate(main, 1)
 
 
 # Text of the kernel and its replacement.

@@ -187,14 +187,13 @@ def decode_attention(
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
     window              as for ``paged_attention``
     k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
-    gate                [B, Hq * D] of the result's dtype, columns of a wider tensor or not: the result is multiplied by its
-                        sigmoid, before it is rounded. None: there are no gates
+    gate                [B, Hq * D] of the result's dtype, columns of a wider tensor or not: the rounded result is multiplied
+                        by its sigmoid, as by ``sigmoid_mul``. None: there are no gates
     fp8                 rows [B, Hq * D] of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of
                         the weight that follows. By a kernel more with a scale for each token, and where groups of 128 columns
                         do not end with the heads of a KV head (``writes_heads``)
 
-    Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings; with gates, ``sigmoid_mul`` after them, except
-    for a rounding. D and S are powers of two from 16 to 256.
+    Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
     lengths or pages: values out of range are not refused. No backward. ValueError for shapes, dtypes, devices that do not fit.
     """

@@ -10,7 +10,8 @@ from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
 TYPES = {"DeferredNorm", "Dispatched", "Experts", "Explanation", "Routed", "Routing", "Schedule", "SequenceRanges"}
-TYPES |= {"DeltaSlots", "DeltaTokens", "DraftRows", "Gates", "LogitChanges", "SequenceChunks", "ZigzagRanges", "ZigzagShards"}
+TYPES |= {"DeltaSlots", "DeltaTokens", "DraftRows", "Gates", "LogitChanges", "SequenceChunks"}
+TYPES |= {"ZigzagRanges", "ZigzagShards"}
 WITHOUT_RESULT = TYPES | {"barrier", "explain", "warm_up"}
 
 

@@ -69,8 +69,8 @@ __all__ = [
     "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_route_schedule",
     "matmul_silu_mul", "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch",
     "moe_schedule", "moe_sum", "ngram_drafts", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "sigmoid_mul", "silu_mul",
-    "top_p_mass", "vocab_embedding", "warm_up",
+    "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
+    "sigmoid_mul", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable.

@@ -19,7 +19,7 @@ from weft.runtime.arithmetic import cdiv
 attention = importlib.import_module("weft.ops.attention.paged_attention")
 
 
-FAMILIES = tuple(f"weft.ops.{family}." for family in ("attention", "elementwise", "vocab"))
+FAMILIES = tuple(f"weft.ops.{family}." for family in ("attention", "elementwise", "linear_attention", "vocab"))
 OPS = [
     op
     for op in registered()

@@ -348,6 +348,12 @@ class GatedDeltaNetStep(Op):
             ):
                 yield self.case_of(sizes, dtype, 1, ring=ring, lengths=lengths)
 
+    def large_cases(self) -> Iterator[Case]:
+        sequences = tuple((7 * at, at % 4 if at else 0) for at in range(33))
+        for dtype in (BF16, FP32):
+            for queries, ring in ((1, 7), (4, 10)):
+                yield self.case_of((8, 24, 128, 128, 4, queries), dtype, 1, ring=ring, lengths=sequences)
+
     def forward(
         self,
         qkv: torch.Tensor,

@@ -69,8 +69,8 @@ def causal_conv1d_kernel(
         tl.debug_barrier()  # all threads have read the state
         for row in tl.static_range(1, TAPS):
             last = length - row
-            value = tl.load(x + (first + last) * stride + column, mask=inside & (last >= 0), other=0)
-            tl.store(old + (before + last) % RING * CHANNELS + column, value, mask=inside & (last >= 0))
+            newest = tl.load(x + (first + last) * stride + column, mask=inside & (last >= 0), other=0)
+            tl.store(old + (before + last) % RING * CHANNELS + column, newest, mask=inside & (last >= 0))
 
 
 def causal_conv1d(

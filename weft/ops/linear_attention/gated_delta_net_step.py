@@ -327,7 +327,8 @@ class GatedDeltaNetStep(Op):
         return out, inputs, rates, state
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=16 * case.sizes[2], levels=8)
+        # A convolution near the middle of two values of 16 bits may be rounded to the other one, and a result before its norm.
+        return Accuracy(terms=16 * case.sizes[2], partials=2, levels=8)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Inputs:
         qkv, z, a, b, A_log, dt_bias, conv, norm, *kept = tensors

@@ -112,11 +112,14 @@ def check_compiles(kernel, arch):
         assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch != "sm_80")
 
 
-def check_machine_code(kernel, directory):
-    """sm_90: nothing is loaded before the kernel before has finished, no thread has a stack, descriptors are whole."""
+def check_machine_code(kernel, directory, spilled=0):
+    """sm_90: nothing is loaded before the kernel before has finished, no thread has a stack, descriptors are whole.
+
+    spilled  bytes of registers that a thread may spill
+    """
     ptx = kernel.asm["ptx"]
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
-    assert stack_bytes(kernel, directory) == 0
+    assert stack_bytes(kernel, directory) <= spilled
     assert broken_sums(kernel, directory) == []
 
 

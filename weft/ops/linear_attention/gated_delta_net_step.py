@@ -39,6 +39,11 @@ from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
 
+# Of a block of a state: threads of a column, and columns of a warp.
+LANES, PIECE = tl.constexpr(8), tl.constexpr(16)
+# Layouts give dimensions to lanes, then to warps, then to registers: the last one, then of equal ones in Triton 3.6 the first,
+# the second and the third, from 3.7 on the third, the second and the first. The second one should be the warps'.
+LANES_FIRST = tl.constexpr(triton.__version__.startswith("3.6."))
 CASES_EPS = 1e-6
 
 
@@ -127,15 +132,16 @@ def keep_inputs(x, stride, inputs, position, before, end, column, writes, RING: 
 
 
 @triton.jit
-def row_of(rows, place):
-    """rows[place] of rows [n, elements]."""
-    this = tl.arange(0, rows.shape[0])[:, None] == place
-    return tl.sum(tl.where(this, rows, 0.0), 0)
+def sum_over_keys(x):
+    """[V // PIECE, PIECE] of products of a block's elements: first in each thread, then in each warp."""
+    if LANES_FIRST:
+        return tl.sum(tl.sum(x, 2), 0)
+    return tl.sum(tl.sum(x, 0), 1)
 
 
 @triton.jit
 def gated_delta_net_step_kernel(
-    qkv, stride, z, z_stride, gates, strides, conv, norm, kept, tokens, out, scale, eps, SIZES: tl.constexpr,
+    qkv, stride, z, z_stride, gates, strides, conv, norm, kept, tokens, mixed, out, scale, eps, SIZES: tl.constexpr,
     TAPS: tl.constexpr, RING: tl.constexpr, QUERIES: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """New tokens of one sequence and value head, after the pending ones: the module has the equations.
@@ -143,29 +149,39 @@ def gated_delta_net_step_kernel(
     grid: (sequences, value heads)
     qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
+    mixed  fp32 [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v as the rule takes them, written and read by
+           one program
     SOME, MOST  powers of two: at least QUERIES, and at least QUERIES with the most pending tokens that the ring can have
 
     Programs share no element of a state. They read inputs and rates that are kept of tokens before the new ones, and keep the
     new ones, each column by one program: the ring holds both, so no program overwrites what another one reads.
+
+    A sum over keys crosses no warp: of a block of a state a warp has PIECE columns, whose rows are in LANES of its threads and
+    in their registers (``LANES_FIRST``).
     """
     H: tl.constexpr = SIZES.value_heads
     K: tl.constexpr = SIZES.K
     V: tl.constexpr = SIZES.V
     C: tl.constexpr = 2 * SIZES.key_heads * K + H * V
+    WIDTH: tl.constexpr = 2 * K + V
     dtype: tl.constexpr = qkv.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_key, of_value = tl.arange(0, K), tl.arange(0, V)
     key_head = head // (H // SIZES.key_heads)
     q_at, k_at = key_head * K + of_key, (SIZES.key_heads + key_head) * K + of_key
     v_at = 2 * SIZES.key_heads * K + head * V + of_value
+    if LANES_FIRST:
+        key = tl.arange(0, LANES)[:, None, None, None] + LANES * tl.arange(0, K // LANES)[None, None, :, None]
+    else:
+        key = LANES * tl.arange(0, K // LANES)[:, None, None, None] + tl.arange(0, LANES)[None, None, :, None]
+    value = tl.arange(0, V // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     wl.follow_previous_kernel()
     begin, some = sequence * QUERIES, tl.arange(0, SOME)
     before = tl.load(tokens.lengths + begin) - 1
     new = tl.sum((tl.load(tokens.lengths + begin + some, mask=some < QUERIES, other=0) > 0).to(tl.int32), 0)
     slot = tl.load(tokens.slots + sequence).to(tl.int64)
-    state = kept.state + (slot * H + head) * (K * V) + (of_key[:, None] * V + of_value[None, :])
-    rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
-    S = tl.load(state, mask=(of_key[:, None] >= 0) & (before > 0), other=0.0)
+    state = kept.state + (slot * H + head) * (K * V) + (key * V + value[None, :, None, :])
+    S = tl.load(state, mask=(key >= 0) & (before > 0), other=0.0)
     pending = 0
     if tokens.pending is not None:
         pending = tl.where(before > 0, tl.load(tokens.pending + sequence), 0)
@@ -177,29 +193,37 @@ def gated_delta_net_step_kernel(
     v_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, v_at, TAPS, RING, C)
     k_rows *= tl.rsqrt(tl.sum(k_rows * k_rows, 1) + L2_EPS)[:, None]
     q_rows *= (tl.rsqrt(tl.sum(q_rows * q_rows, 1) + L2_EPS) * scale)[:, None]
+    mixed += (sequence * H + head) * (MOST * WIDTH)
+    rows = mixed + tl.arange(0, MOST)[:, None] * WIDTH
+    tl.store(rows + of_key[None, :], k_rows)
+    tl.store(rows + K + of_key[None, :], q_rows)
+    tl.store(rows + 2 * K + of_value[None, :], v_rows)
     first_of_key = head % (H // SIZES.key_heads) == 0
     keep_inputs(x, stride, inputs, position, before, end, q_at, first_of_key, RING, C)
     keep_inputs(x, stride, inputs, position, before, end, k_at, first_of_key, RING, C)
     keep_inputs(x, stride, inputs, position, before, end, v_at, True, RING, C)
-    norm_weight = tl.load(norm + of_value).to(tl.float32)
-    tl.debug_barrier()  # all threads have read the state
+    rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
+    tl.debug_barrier()  # all threads have read the state, and stored their part of the rows
     for token in range(count):
         row, its_rates = begin + token - pending, rates + (before - pending + token) % RING * (2 * H)
         a = tl.load(gates.a + row * strides[0] + head, mask=token >= pending, other=0)
         b = tl.load(gates.b + row * strides[1] + head, mask=token >= pending, other=0)
         a += tl.load(its_rates, mask=token < pending, other=0)
         b += tl.load(its_rates + H, mask=token < pending, other=0)
-        k, v = row_of(k_rows, token), row_of(v_rows, token)
+        k = tl.load(mixed + token * WIDTH + key)
+        v = tl.load(mixed + token * WIDTH + 2 * K + value)
         S *= tl.exp(-rate * softplus(a.to(tl.float32) + bias))
-        delta = (v - tl.sum(S * k[:, None], 0)) * tl.sigmoid(b.to(tl.float32))
-        S += k[:, None] * delta[None, :]
+        delta = (v - sum_over_keys(S * k)) * tl.sigmoid(b.to(tl.float32))
+        S += k * delta[None, :, None, :]
         if token >= pending:
             if token == pending:
                 tl.store(state, S)
-            result = tl.sum(S * row_of(q_rows, token)[:, None], 0).to(dtype).to(tl.float32)
-            gate = tl.load(z + row * z_stride + head * V + of_value).to(tl.float32)
-            normed = result * tl.rsqrt(tl.sum(result * result, 0) / V + eps) * norm_weight
-            tl.store(out + (row * H + head) * V + of_value, (normed * gate * tl.sigmoid(gate)).to(dtype))
+            q = tl.load(mixed + token * WIDTH + K + key)
+            gate = tl.load(z + row * z_stride + head * V + value).to(tl.float32)
+            result = sum_over_keys(S * q).to(dtype).to(tl.float32)
+            squares = tl.sum(tl.sum(result * result, 1), 0)
+            normed = result * tl.rsqrt(squares / V + eps) * tl.load(norm + value).to(tl.float32)
+            tl.store(out + (row * H + head) * V + value, (normed * gate * tl.sigmoid(gate)).to(dtype))
             tl.store(its_rates, a)
             tl.store(its_rates + H, b)
 
@@ -374,9 +398,11 @@ class GatedDeltaNetStep(Op):
             constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
             given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
             places = DeltaTokens(*(None if x is None else x.contiguous() for x in tokens))
-            options = step_options(sizes, most, capabilities_of(qkv.device))
+            options = step_options(sizes, capabilities_of(qkv.device))
             grid = len(tokens.slots), sizes.value_heads
-            arguments = *given, kept, places, out, sizes.K**-0.5, eps
+            shape = (*grid, constants["MOST"], 2 * sizes.K + sizes.V)
+            mixed = qkv.new_empty(shape, dtype=torch.float32)
+            arguments = *given, kept, places, mixed, out, sizes.K**-0.5, eps
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
         return out
 
@@ -384,14 +410,14 @@ class GatedDeltaNetStep(Op):
         return z.new_empty(z.shape)
 
 
-def step_options(sizes: DeltaSizes, most: int, caps: Capabilities) -> dict[str, Any]:
-    """Options of a launch of ``most`` tokens of a sequence.
+def step_options(sizes: DeltaSizes, caps: Capabilities) -> dict[str, Any]:
+    """Options of a launch: of a state of 128 x 128 a thread holds 64 elements, and two programs fit an SM.
 
-    A thread holds 64 elements of a state of 128 x 128. Programs of single tokens fit an SM twice, so that one loads while
-    another one stores.
+    So one loads while another one computes or stores, at the price of some 20 registers that spill before the first token.
     """
-    options = {"num_warps": 8 if sizes.K * sizes.V >= 8192 else 4, **launch_options(caps)}
-    return options | ({"maxnreg": 128} if most == 1 and caps.arch.startswith("sm_") else {})
+    large = sizes.K * sizes.V >= 8192
+    limit = {"maxnreg": 128} if large and caps.arch.startswith("sm_") else {}
+    return {"num_warps": 8 if large else 4, **limit, **launch_options(caps)}
 
 
 def tokens_of(case: Case) -> DeltaTokens:

@@ -491,12 +491,17 @@ def test_an_assumption_that_does_not_hold_has_its_remedy(report):
     assert "tl.assume(tl.program_id(0) > 0)" in found and "remedy: weaken the assumption" in found, found
 
 
+WAIT_BY = "{{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.{}; @p cp.async.bulk.wait_group 0;}}"
+
+
 @pytest.mark.parametrize(
     ("assembly", "expected"),
     [
         ("cp.async.bulk.wait_group 0;", []),
         ("cp.async.bulk.wait_group.read 0;", ["undrained-tma"]),
         ("cp.async.bulk.commit_group;", ["undrained-tma"]),
+        (WAIT_BY.format("eq.u32 p, t, 0"), []),  # of the thread that Triton stores by
+        (WAIT_BY.format("gt.u32 p, t, 0"), ["undrained-tma"]),
     ],
 )
 def test_a_wait_for_bulk_groups_completes_descriptor_stores(report, assembly, expected):
@@ -520,5 +525,31 @@ def test_a_wait_for_bulk_groups_completes_descriptor_stores(report, assembly, ex
             inbox, out = torch.zeros(1, 16, device="cuda"), torch.zeros(16, device="cuda")
             flag = torch.zeros(1, dtype=torch.int32, device="cuda")
             pass_on[(2,)](TensorDescriptor.from_tensor(inbox, [1, 16]), out, flag)
+    """
+    assert kinds(report(text, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("wait", "barrier", "expected"),
+    [
+        ("cp.async.bulk.wait_group 0;", "pass", []),
+        (WAIT_BY.format("eq.u32 p, t, 0"), "pass", ["undrained-tma"]),
+        (WAIT_BY.format("eq.u32 p, t, 0"), "tl.debug_barrier()", []),
+    ],
+)
+def test_other_threads_know_of_one_thread_s_wait_for_bulk_groups_after_a_barrier(report, wait, barrier, expected):
+    text = f"""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        @triton.jit
+        def reads_back(inbox, x, out):
+            inbox.store([0, 0], tl.full((1, 16), 3.0, tl.float32))
+            tl.inline_asm_elementwise("{wait}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+            {barrier}
+            tl.store(out + tl.arange(0, 16), tl.load(x + tl.arange(0, 16)))
+
+        def main(rank, size):
+            inbox, out = torch.zeros(1, 16, device="cuda"), torch.zeros(16, device="cuda")
+            reads_back[(1,)](TensorDescriptor.from_tensor(inbox, [1, 16]), inbox, out)
     """
     assert kinds(report(text, 1)) == expected

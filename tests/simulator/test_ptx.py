@@ -168,6 +168,159 @@ def test_modifiers_that_are_not_known_are_refused(assembly):
         simulate(lambda _: computes_floats[(1,)](x, x, x, assembly, 1), 1)
 
 
+@pytest.mark.parametrize(
+    ("assembly", "bits"),
+    [
+        ("mov.b32 $0, 0f3F800001;", 0x3F800001),
+        ("and.b32 $0, 0f3F800001, -2;", 0x3F800000),
+        ("{.reg .b64 w; mov.b64 w, 0d3FF0000080000000; mov.b64 {_, $0}, w;}", 0x3FF00000),
+        ("{.reg .b64 w; mov.b64 w, 1.5; mov.b64 {_, $0}, w;}", 0x3FF80000),
+        ("mov.f32 $0, 0d3FF8000000000000;", 0x3FC00000),
+        ("mov.f32 $0, .5;", 0x3F000000),
+        ("mov.f32 $0, 15E-1;", 0x3FC00000),
+        ("mov.u32 $0, 017;", 15),
+        ("mov.s32 $0, 0b101;", 5),
+        ("mov.b32 $0, 0x7fU;", 127),
+        ("@!p0 mov.b32 $0, 0;", None),
+    ],
+)  # fmt: skip
+def test_constants_have_the_bits_that_ptxas_gives_them(assembly, bits):
+    x, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    if bits is None:
+        with pytest.raises(NotInterpretable, match="reads p0, which is not known or was not written"):
+            simulate(lambda _: computes[(1,)](x, out, assembly), 1)
+    else:
+        simulate(lambda _: computes[(1,)](x, out, assembly), 1)
+        assert out.tolist() == [bits] * 8
+
+
+@pytest.mark.parametrize(
+    ("assembly", "why"),
+    [
+        ("mov.u32 $0, 0f3F800000", "a float constant of 32 bits in an instruction of type u32"),
+        ("mov.b32 $0, 1.0", "a float constant of 64 bits in an instruction of type b32"),
+        ("add.f32 $0, $1, 1", "an integer constant in an instruction of type f32; write a float"),
+        ("mov.b32 $0", "it has 1 operand and needs 2"),
+        ("mov.b32 $0, $1, $2", "it has 3 operands and needs 2"),
+        ("neg.s32 $0, $1, $2", "it has 3 operands and needs 2"),
+        ("mul.lo.s32 $0, $1, $2, $2", "it has 4 operands and needs 3"),
+        ("mov $0, $1", "is not known"),
+        ("mov", "it has 0 operands and needs 2"),
+        ("mov.b32 {a, b, c}, $1", "is not known"),
+        ("cvt.f32 $0, $1", "is not known"),
+        ("bra", "is not known"),
+        ("ld.global.b32 $0", "it has 1 operand and needs 2"),
+        ("ld.global.b32 $0, $1", "is not known"),
+        ("st.global.b32", "it has 0 operands and needs 2"),
+        ("st.global.v2.b32 [$1], {$2}", "is not known"),
+        ("atom.global.cas.b32 $0, [$1], $2", "it has 3 operands and needs 4"),
+        ("red.global.add.u32 [$1]", "it has 1 operand and needs 2"),
+        ("multimem [$1], $2", "multimem. is not modelled"),
+        ("mov.b32 $0,, $1", "has an operand that cannot be read: an empty one"),
+        ("mov.b32 $0 $1", "has an operand that cannot be read: $0 $1"),
+        ("mov.b32 $0, 09", "has an operand that cannot be read: 09"),
+        ("ld.global.b32 $0, [$1+]", "has an address that cannot be read: [$1+]"),
+    ],
+)
+def test_a_statement_that_ptxas_refuses_is_refused_in_one_line(assembly, why):
+    x = torch.zeros(8, dtype=torch.int32)
+    with pytest.raises(NotInterpretable) as refused:
+        simulate(lambda _: computes[(1,)](x, x, assembly), 1)
+    assert f"PTX `{assembly}` " in str(refused.value) and why in str(refused.value), refused.value
+
+
+NAN = float("nan")
+PREDICATE = "{{.reg .pred p; setp.{}.{} p, $1, $2; selp.b32 $0, 1, 0, p;}}"
+# Comparisons of floats: the results of 1 < 2, 2 = 2, 3 > 2 and of NaN on the left, on the right and on both sides.
+OF_FLOATS = {
+    "eq": "010 000", "ne": "101 000", "lt": "100 000", "le": "110 000", "gt": "001 000", "ge": "011 000",
+    "equ": "010 111", "neu": "101 111", "ltu": "100 111", "leu": "110 111", "gtu": "001 111", "geu": "011 111",
+    "num": "111 000", "nan": "000 111",
+}  # fmt: skip
+
+
+def test_comparisons_of_floats_with_nan():
+    """As in PTX's tables of setp; ``ne`` is false for NaN, and only ``neu`` true."""
+    x, y = torch.tensor([1, 2, 3, NAN, 2, NAN, 0, 0]), torch.tensor([2, 2, 2, 2, NAN, NAN, 0, 0])
+    for name, expected in OF_FLOATS.items():
+        for kind in ("f32", "ftz.f32"):
+            out, assembly = torch.zeros(8, dtype=torch.int32), PREDICATE.format(name, kind)
+            simulate(lambda _, out=out, assembly=assembly: computes_floats[(1,)](x, y, out, assembly, 1), 1)
+            assert "".join(map(str, out[:6].tolist())) == expected.replace(" ", ""), assembly
+
+
+@pytest.mark.parametrize(
+    "kind", ["lo.s32", "lt.b32", "neu.s32", "nan.u32", "lo.f32", "lt.and.u32", "eq.pred", "eq.f16x2"]
+)
+def test_a_comparison_that_its_type_does_not_have_is_refused(kind):
+    x = torch.zeros(8, dtype=torch.int32)
+    with pytest.raises(NotInterpretable, match=rf"PTX `setp.{kind} p, \$1, \$2` is not known"):
+        simulate(lambda _: computes[(1,)](x, x, PREDICATE.format(*kind.split(".", 1))), 1)
+
+
+@triton.jit
+def accesses(x, out, ASM: tl.constexpr):
+    at = tl.arange(0, 8)
+    pointers = [x + 2 * at, out + 2 * at]
+    tl.inline_asm_elementwise(ASM, "=r,l,l", pointers, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@pytest.mark.parametrize(
+    ("load", "store"),
+    [
+        ("ld.global.b32 a, [$1]", "st.global.b32 [$2], a"),
+        ("ld.relaxed.sys.global.L1::no_allocate.b32 a, [$1]", "st.global.relaxed.cta.b32 [$2], a"),
+        ("ld.weak.global.nc.L1::evict_last.L2::128B.b32 a, [$1]", "st.weak.global.wt.b32 [$2], a"),
+        ("ld.volatile.b32 a, [$1]", "st.mmio.relaxed.sys.global.b32 [$2], a"),
+        ("ld.acquire.cluster.b32 a, [$1]", "st.release.gpu.b32 [$2], a"),
+        ("ld.global.L2::cache_hint.b32 a, [$1], w", "st.global.L2::cache_hint.b32 [$2], a, w"),
+        ("ld.global.cv.b32 a, [$1]", "atom.global.exch.L2::cache_hint.b32 _, [$2], a, w"),
+        ("ld.global.v2.b32 {a, _}, [$1]", "st.global.v2.b32 [$2], {a, 0}"),
+        ("ldu.global.b32 a, [$1]", "red.relaxed.gpu.global.max.u32 [$2], a"),
+        ("ld.global.b32 a, [$1]", "atom.acq_rel.sys.global.cas.b32 _, [$2], 0, a"),
+    ],
+)
+def test_modifiers_of_accesses(load, store):
+    x, out = torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    assembly = f"{{.reg .b32 a; .reg .b64 w; mov.b64 w, 0; {load}; {store};}}"
+    simulate(lambda _: accesses[(1,)](x, out, assembly), 1)
+    assert torch.equal(out, torch.where(x % 2 == 0, x, 0))
+
+
+@pytest.mark.parametrize(
+    ("assembly", "why"),
+    [
+        ("ld.shared.b32 $0, [$1]", "ld with .shared is not modelled"),
+        ("ld.global.wt.foo.b32 $0, [$1]", "ld with .wt, .foo is not modelled"),
+        ("ld.release.gpu.b32 $0, [$1]", "ld with .release is not modelled"),
+        ("ld.global.b128 $0, [$1]", "its last modifier, .b128, is no type that is modelled"),
+        ("ld.global.add $0, [$1]", "its last modifier, .add, is no type that is modelled"),
+        ("ld $0, [$1]", "it has no type"),
+        ("ld.weak.relaxed.sys.b32 $0, [$1]", ".weak and .relaxed exclude each other"),
+        ("ld.relaxed.sys.gpu.b32 $0, [$1]", ".sys and .gpu exclude each other"),
+        ("st.global.cv.b32 [$2], 1", "st with .cv is not modelled"),
+        ("st.async.b32 [$2], 1", "st with .async is not modelled"),
+        ("atom.global.inc.u32 $0, [$2], 1", "atom with .inc is not modelled"),
+        ("atom.global.add.v2.f32 {a, b}, [$2], {a, b}", "atom with .v2 is not modelled"),
+        ("red.acq_rel.gpu.global.add.u32 [$2], 1", "red with .acq_rel is not modelled"),
+        ("red.global.exch.b32 [$2], 1", "red with .exch is not modelled"),
+        ("multimem.ld_reduce.global.add.acc::f32.f16 $0, [$2]", "multimem.ld_reduce with .acc::f32 is not modelled"),
+        ("multimem.cp.global.b32 [$2], 1", "multimem.cp is not modelled"),
+        ("fence.sc.sys.foo", "is not known"),
+        ("barrier.cta.arrive 0", "is not known"),
+        ("griddepcontrol.launch", "is not known"),
+        ("cp.async.bulk.wait_group", "is not known"),
+        ("cp.async.bulk.wait_group $1", "is not known"),
+        ("cp.async.bulk.commit_group 0", "is not known"),
+    ],
+)
+def test_modifiers_of_accesses_that_are_not_known_are_refused(assembly, why):
+    x = torch.zeros(16, dtype=torch.int32)
+    with pytest.raises(NotInterpretable) as refused:
+        simulate(lambda _: accesses[(1,)](x, x, assembly), 1)
+    assert f"PTX `{assembly}` is not known" in str(refused.value) and why in str(refused.value), refused.value
+
+
 @triton.jit
 def thread():
     return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)

@@ -118,8 +118,8 @@ class Observer:
     def barrier(self) -> None:
         """CTA barrier of the program."""
 
-    def drain(self) -> None:
-        """Arrival of the program's tensor-descriptor stores."""
+    def drain(self, by_all: bool) -> None:
+        """Arrival of the program's tensor-descriptor stores. ``by_all``: all threads have waited for them."""
 
     def fence(self, scope: str) -> None:
         """Fence at system scope in every thread of the program."""

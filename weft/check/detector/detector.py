@@ -424,8 +424,8 @@ class Detector(HappensBefore):
     def barrier(self) -> None:
         self.thread().barrier()
 
-    def drain(self) -> None:
-        self.thread().drain()
+    def drain(self, by_all: bool) -> None:
+        self.thread().drain(by_all)
 
     def fence(self, scope: str) -> None:
         thread = self.thread()

@@ -262,6 +262,7 @@ class ProgramClock(ThreadClock):
         for kind, stamps in self._stamps.items():
             if kind is ASYNC:
                 stamps.published = stamps.drained
+                self.clock[:, stamps.slot] = stamps.drained
             elif stamps.dirty and kind not in _LATE:
                 stamps.published = self._next(stamps)
 
@@ -278,11 +279,15 @@ class ProgramClock(ThreadClock):
             self.clock[:, own] = known[:, own]
             self.acquired_alone = known
 
-    def drain(self) -> None:
-        """Note that descriptor stores so far have landed, each known to its thread."""
+    def drain(self, by_all: bool) -> None:
+        """Note that descriptor stores so far have landed.
+
+        ``by_all``: all threads know it, also before the next CTA barrier.
+        """
         stores = self._stamps.get(ASYNC)
         if stores is not None and stores.dirty:
             stores.drained = self._next(stores)
+        if stores is not None and by_all:
             self.clock[:, stores.slot] = stores.drained
 
     def deliver(self) -> None:

@@ -66,7 +66,8 @@ class Port(Protocol):
 
     def fence_async(self) -> None: ...
 
-    def drain_async(self) -> None: ...
+    def drain_async(self, by_all: bool) -> None:
+        """Complete the program's tensor-descriptor stores. ``by_all``: all threads wait for them."""
 
     def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
         """Addresses, at each member, of multicast addresses. NotInterpretable where they are not."""

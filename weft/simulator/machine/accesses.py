@@ -292,9 +292,9 @@ class Accesses:
         """Have the program's later matrix products depend on no shape of their blocks."""
         self.scheduler.current.exact_dots = True
 
-    def drain_async(self) -> None:
-        """Complete the running program's tensor-descriptor stores."""
-        self.observer.drain()
+    def drain_async(self, by_all: bool = True) -> None:
+        """Complete the running program's tensor-descriptor stores. ``by_all``: all threads wait for them."""
+        self.observer.drain(by_all)
         self.stores.drain()
 
     def fence_async(self) -> None:

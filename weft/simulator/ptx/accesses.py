@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,12 +11,35 @@ import numpy as np
 from weft.simulator.places import Places, Scattered
 from weft.simulator.ptx.registers import TYPES, Bits, raw, typed
 
-_SPACES = ("global", "generic")
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
-_SCOPES = {"sys": "sys", "system": "sys", "gpu": "gpu", "gl": "gpu", "cta": "cta", "cluster": "gpu"}
+_SCOPES = {"sys": "sys", "gpu": "gpu", "gl": "gpu", "cta": "cta", "cluster": "gpu"}
 _ATOMICS = {
     "add": "add", "exch": "xchg", "and": "and", "or": "or", "xor": "xor", "min": "min", "max": "max", "cas": "cas"
 }  # fmt: skip
+_ANYWHERE = frozenset({"global", "sys", "gpu", "cta", "cluster"})
+_VECTORS = frozenset({"v2", "v4", "v8"})
+# Hints, which have no effect; with the last one comes an operand more.
+CACHE_HINT = "L2::cache_hint"
+_HINTS = frozenset({
+    *(f"L1::{how}" for how in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
+    *(f"L2::{how}" for how in ("evict_normal", "evict_first", "evict_last", "64B", "128B", "256B")), CACHE_HINT,
+})  # fmt: skip
+_PLAIN = _ANYWHERE | _VECTORS | _HINTS | {"weak", "volatile", "relaxed", "mmio"}
+# Modifiers, apart from the type, of each instruction.
+_MODIFIERS = {
+    "ld": _PLAIN | {"acquire", "nc", "ca", "cg", "cs", "lu", "cv"},
+    "ldu": _VECTORS | {"global"},
+    "st": _PLAIN | {"release", "wb", "cg", "cs", "wt"},
+    "atom": _ANYWHERE | {*_SEMANTICS, *_ATOMICS, "noftz", CACHE_HINT},
+    "red": _ANYWHERE | {"relaxed", "release", *(_ATOMICS.keys() - {"exch", "cas"}), "noftz", CACHE_HINT},
+    "multimem.ld_reduce": _ANYWHERE | _VECTORS | {"weak", "relaxed", "acquire", "add"},
+    "multimem.st": _ANYWHERE | _VECTORS | {"weak", "relaxed", "release"},
+    "multimem.red": _ANYWHERE | {"relaxed", "release", "add", "and", "or", "xor", "min", "max"},
+}  # fmt: skip
+# Orders of a fence. One of a single direction counts as one of both.
+_FENCES = ((), ("acq_rel",), ("sc",), ("acquire",), ("release",))
+# At most one of each.
+_EXCLUSIVE = (frozenset({"weak", "volatile", *_SEMANTICS}), frozenset(_SCOPES), _VECTORS)
 # Most threads whose atomics are separate steps of the schedule; atomics of more threads are one step.
 _SEPARATE = 32
 
@@ -49,7 +73,7 @@ class Memory(Protocol):
 
     def fence_async(self) -> None: ...
 
-    def drain_async(self) -> None: ...
+    def drain_async(self, by_all: bool) -> None: ...
 
     def wait_for_previous_kernel(self) -> None: ...
 
@@ -81,9 +105,20 @@ def _width(modifiers: tuple[str, ...]) -> int:
     return next((int(one[1:]) for one in modifiers if one in ("v2", "v4", "v8")), 1)
 
 
-def _is_known(modifiers: tuple[str, ...]) -> bool:
-    """False for shared, local and parameter memory, and for types that are not modelled."""
-    return modifiers[-1] in TYPES and not {"shared", "local", "param", "const", "async"} & set(modifiers)
+def refusal(name: str, modifiers: tuple[str, ...]) -> str:
+    """Reason why an access is not known by its modifiers; "" if it is known."""
+    if name == "multimem":
+        name, modifiers = f"multimem.{'.'.join(modifiers[:1])}", modifiers[1:]
+    known = _MODIFIERS.get(name)
+    if known is None:
+        return f"{name} is not modelled"
+    *options, kind = modifiers or ("",)
+    if unknown := [f".{one}" for one in options if one not in known]:
+        return f"{name} with {', '.join(unknown)} is not modelled"
+    if kind not in TYPES:
+        return f"its last modifier, .{kind}, is no type that is modelled" if kind else "it has no type"
+    given = ([f".{one}" for one in options if one in group] for group in _EXCLUSIVE)
+    return next((f"{' and '.join(several)} exclude each other" for several in given if len(several) > 1), "")
 
 
 def _spread(addresses: np.ndarray, width: int, itemsize: int) -> np.ndarray:
@@ -97,10 +132,8 @@ class Accesses:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def load(self, modifiers: tuple[str, ...], addresses: np.ndarray, active: np.ndarray) -> list[Bits] | None:
-        """Results of ``ld``: one array for each register; None for a form that is not known."""
-        if not _is_known(modifiers):
-            return None
+    def load(self, modifiers: tuple[str, ...], addresses: np.ndarray, active: np.ndarray) -> list[Bits]:
+        """Results of ``ld``: one array for each register."""
         dtype, width = TYPES[modifiers[-1]], _width(modifiers)
         at = _spread(addresses, width, dtype.itemsize)
         mask = np.broadcast_to(active[:, None], at.shape)
@@ -109,14 +142,14 @@ class Accesses:
             zeros = np.zeros(at.shape, f"uint{8 * dtype.itemsize}")
             bits = self._memory.atomic("or", at, zeros, mask, zeros.dtype, sem, scope, "threads")
         else:
-            strong = "volatile" in modifiers or "relaxed" in modifiers or "mmio" in modifiers
+            strong = {"volatile", "relaxed", "mmio", "cv"} & set(modifiers)
             places = Scattered(at, None if mask.all() else mask, dtype.itemsize)
             bits = self._memory.load(places, "volatile" if strong else "plain")
         return [raw(typed(column.astype(np.uint64), modifiers[-1])) for column in bits.reshape(at.shape).T]
 
     def store(self, modifiers: tuple[str, ...], addresses: np.ndarray, values: list[Bits], active: np.ndarray) -> bool:
-        """Execute ``st`` or ``multimem.st``; False for a form that is not known."""
-        if not _is_known(modifiers):
+        """Execute ``st`` or ``multimem.st``; False where the number of values is not the vector's."""
+        if len(values) != _width(modifiers):
             return False
         dtype = TYPES[modifiers[-1]]
         bits = np.stack([value.astype(f"uint{8 * dtype.itemsize}") for value in values], axis=1)
@@ -136,7 +169,7 @@ class Accesses:
     ) -> Bits | None:
         """Old values of ``atom`` or ``red``; None for a form that is not known."""
         op = _operation(modifiers)
-        if op is None or not _is_known(modifiers) or _width(modifiers) > 1 or len(operands) != 1 + (op == "cas"):
+        if op is None or len(operands) != 1 + (op == "cas"):
             return None
         kind = modifiers[-1]
         dtype = TYPES[kind]
@@ -179,12 +212,10 @@ class Accesses:
     ) -> list[Bits] | None:
         """Results of ``multimem.ld_reduce.add``, summed in the order of members."""
         kind, total = modifiers[-1], None
-        if "add" not in modifiers or kind not in TYPES:
+        if "add" not in modifiers:
             return None
         for at in self._members(addresses, active):
             parts = self.load(modifiers, at, active)
-            if parts is None:
-                return None
             total = parts if total is None else [
                 raw(typed(a, kind) + typed(b, kind)) for a, b in zip(total, parts, strict=True)
             ]  # fmt: skip
@@ -192,34 +223,41 @@ class Accesses:
 
     def order(self, name: str, modifiers: tuple[str, ...]) -> bool:
         """Execute a barrier or a fence; False for one that is not known."""
-        actions: dict[str, Callable[[], object]] = {
-            "membar": lambda: self._memory.fence(_scope(modifiers, "sys")),
-            "bar": self._memory.barrier,
-            "barrier": self._memory.barrier,
-        }
-        if name == "fence":
-            return self._fence(modifiers)
-        if name in ("bar", "barrier") and modifiers[:1] not in (("sync",), ("cta",)):
-            return modifiers[:1] == ("warp",)
-        if name == "griddepcontrol":
-            (self._memory.wait_for_previous_kernel if modifiers == ("wait",) else self._memory.let_next_kernel_start)()
-            return True
-        if name in actions:
-            actions[name]()
-        return name in actions
+        if modifiers[:1] == ("proxy",):
+            if name == "fence" and modifiers[1:2] == ("async",):
+                self._memory.fence_async()
+            return name in ("fence", "membar")  # alias and tensormap proxies are not modelled
+        action = self._orders().get(name, {}).get(modifiers)
+        if action is not None:
+            action()
+        return action is not None or name in ("bar", "barrier") and modifiers[:1] == ("warp",)
 
-    def group(self, modifiers: tuple[str, ...], pending: int) -> bool:
+    def _orders(self) -> dict[str, dict[tuple[str, ...], Callable[[], object]]]:
+        """Actions of barriers and fences, by their names and modifiers."""
+        memory = self._memory
+        barriers = [("sync",), ("cta", "sync"), ("sync", "aligned"), ("cta", "sync", "aligned")]
+        fences = [(*order, scope) for order in _FENCES for scope in _SCOPES if scope != "gl"]
+        return {
+            **dict.fromkeys(("bar", "barrier"), dict.fromkeys(barriers, memory.barrier)),
+            "fence": {one: partial(memory.fence, _SCOPES[one[-1]]) for one in fences},
+            "membar": {(scope,): partial(memory.fence, _SCOPES[scope]) for scope in ("cta", "gl", "sys")},
+            "griddepcontrol": {
+                ("wait",): memory.wait_for_previous_kernel, ("launch_dependents",): memory.let_next_kernel_start,
+            },
+        }  # fmt: skip
+
+    def group(self, modifiers: tuple[str, ...], pending: int | None, active: np.ndarray) -> bool:
         """Commit bulk groups, or wait until at most ``pending`` are not complete; False for another copy.
 
-        A wait for reads (``.read``), or with groups left pending, completes no store.
+        A wait for reads (``.read``), or with groups left pending, completes no store. Triton stores to a descriptor by the
+        elected thread of warp 0, whose groups a wait by other threads does not concern.
         """
-        if modifiers[:3] == ("async", "bulk", "wait_group") and modifiers[3:] == () and pending == 0:
-            self._memory.drain_async()
-        return modifiers[:2] == ("async", "bulk") and modifiers[2:3] in (("wait_group",), ("commit_group",))
-
-    def _fence(self, modifiers: tuple[str, ...]) -> bool:
-        if modifiers[:1] != ("proxy",):
-            self._memory.fence(_scope(modifiers, "gpu"))
-        elif modifiers[1:2] == ("async",):
-            self._memory.fence_async()
-        return True  # alias and tensormap proxies are not modelled
+        if modifiers == ("async", "bulk", "commit_group"):
+            return pending is None
+        if modifiers == ("async", "bulk", "wait_group") and pending == 0 and active[0]:
+            self._memory.drain_async(bool(active.all()))
+        return (
+            modifiers[:3] == ("async", "bulk", "wait_group")
+            and modifiers[3:] in ((), ("read",))
+            and pending is not None
+        )

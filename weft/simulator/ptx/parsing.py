@@ -19,10 +19,13 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
-    """Constant. ``is_float``: ``value`` is a float, whose bits depend on the instruction's type."""
+    """Constant: an integer, or the bits of a float of ``width`` bits.
 
-    value: int | float
-    is_float: bool = False
+    width  0 of an integer; 32 of ``0f...``, 64 of any other float
+    """
+
+    value: int
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,11 @@ class Code:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*([%$]?[\w$]+)\s+)?([a-z][\w]*)((?:\.[\w:]+)*)\s*(.*)", re.DOTALL)
-_OPERAND = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*)")
-_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)[uU]?$")
-_FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})$|0[dD]([0-9a-fA-F]{16})$")
+_COMMA = re.compile(r",(?![^{\[]*[}\]])")  # outside braces and brackets
+_NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")
+_FLOAT_BITS = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
+_FLOAT = re.compile(r"-?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+_REGISTER = re.compile(r"[A-Za-z_$%][\w$.]*")
 
 
 @cache
@@ -117,7 +122,7 @@ def _instruction(text: str) -> Instruction:
     if match is None:
         raise NotInterpretable(f"PTX `{text}` cannot be read")
     negated, guard, name, modifiers, rest = match.groups()
-    operands = [part.strip() for part in _OPERAND.findall(rest) if part.strip()]
+    operands = [part.strip() for part in _COMMA.split(rest)] if rest else []
     target = operands[0] if name == "bra" and operands else ""
     return Instruction(
         name=name, modifiers=tuple(modifiers.split(".")[1:]),
@@ -127,25 +132,31 @@ def _instruction(text: str) -> Instruction:
 
 
 def _operand(part: str, text: str) -> Operand:
-    if part[0] == "{":
+    if part[:1] == "{" and part[-1] == "}":
         return Vector(tuple(_simple(one.strip(), text) for one in part[1:-1].split(",")))
-    if part[0] == "[":
-        base, _, offset = part[1:-1].replace(" ", "").partition("+")
-        if offset and not _NUMBER.fullmatch(offset):
+    if part[:1] == "[" and part[-1] == "]":
+        base, plus, offset = part[1:-1].replace(" ", "").partition("+")
+        if plus and not _NUMBER.fullmatch(offset):
             raise NotInterpretable(f"PTX `{text}` has an address that cannot be read: {part}")
-        return Memory(_simple(base, text), int(offset, 0) if offset else 0)
+        return Memory(_simple(base, text), _integer(offset) if plus else 0)
     return _simple(part, text)
 
 
 def _simple(part: str, text: str) -> Register | Immediate:
-    if floating := _FLOAT.fullmatch(part):
-        single, double = floating.groups()
-        packed = bytes.fromhex(single or double)
-        return Immediate(struct.unpack(">f" if single else ">d", packed)[0], is_float=True)
+    if bits := _FLOAT_BITS.fullmatch(part):
+        return Immediate(int(part[2:], 16), width=32 if bits[1] else 64)
     if _NUMBER.fullmatch(part):
-        return Immediate(int(part.rstrip("uU"), 0))
-    if re.fullmatch(r"-?\d+\.\d*(e-?\d+)?", part):
-        return Immediate(float(part), is_float=True)
-    if re.fullmatch(r"[%$]?[\w.$]+", part):
+        return Immediate(_integer(part))
+    if _FLOAT.fullmatch(part):
+        return Immediate(struct.unpack(">Q", struct.pack(">d", float(part)))[0], width=64)
+    if _REGISTER.fullmatch(part):
         return Register(part)
-    raise NotInterpretable(f"PTX `{text}` has an operand that cannot be read: {part}")
+    raise NotInterpretable(f"PTX `{text}` has an operand that cannot be read: {part or 'an empty one'}")
+
+
+def _integer(text: str) -> int:
+    """Value of a constant in C's notation: hexadecimal, binary, octal or decimal."""
+    digits = text.lstrip("-").rstrip("U")
+    octal = re.fullmatch("0[0-7]+", digits)
+    value = int(digits, 8 if octal else 0)
+    return -value if text[0] == "-" else value

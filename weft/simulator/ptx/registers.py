@@ -46,10 +46,15 @@ def packed(parts: list[Bits], width: int) -> Bits:
     return functools.reduce(np.bitwise_or, [part << np.uint64(width * i) for i, part in enumerate(parts)])
 
 
-_COMPARISONS = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+_EQUALITIES = {"eq": np.equal, "ne": np.not_equal}
+_COMPARISONS = {**_EQUALITIES, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+# Comparisons of integers, by the first letter of their type.
+_OF_INTEGERS = {
+    "b": _EQUALITIES, "s": _COMPARISONS,
+    "u": {**_COMPARISONS, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
 }  # fmt: skip
+# With a final "u" a comparison holds if a value is NaN.
+_OF_FLOATS = {*_COMPARISONS, *(f"{name}u" for name in _COMPARISONS), "num", "nan"}
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _SUMS = {"add": np.add, "sub": np.subtract}
 _EXTREMES = {"min": numerics.minimum, "max": numerics.maximum}
@@ -70,8 +75,14 @@ _MODIFIERS = {
     "mad": _PRODUCT, "fma": _ROUND | {"sat", "relu"}, "neg": frozenset({"ftz"}), "abs": frozenset({"ftz"}),
     **dict.fromkeys(_EXTREMES, frozenset({"ftz", "NaN", "relu"})),
     **dict.fromkeys(_FUNCTIONS, _FUNCTION), "div": _FUNCTION | {"full"},
-    "setp": frozenset(_COMPARISONS), "cvta": frozenset({"to", "global"}),
+    "setp": frozenset({*_OF_INTEGERS["u"], *_OF_FLOATS, "ftz"}), "cvta": frozenset({"to", "global"}),
     "cvt": frozenset({"rn", "rz", "ftz", "sat", "satfinite", "relu", *_INTEGRAL}),
+}  # fmt: skip
+# Least and greatest number of operands of each instruction, the result among them.
+OPERANDS = {
+    **dict.fromkeys(("mov", "cvta", "not", "neg", "abs", *_FUNCTIONS), (2, 2)),
+    **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "shl", "shr", "setp", *_LOGIC, *_EXTREMES), (3, 3)),
+    **dict.fromkeys(("mad", "fma", "selp"), (4, 4)), "cvt": (2, 3),
 }  # fmt: skip
 
 
@@ -84,9 +95,18 @@ def _bounded(values: np.ndarray, modifiers: tuple[str, ...]) -> np.ndarray:
 
 
 def _setp(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
-    """Comparison; None where another predicate is combined with it."""
-    compare = _COMPARISONS.get(modifiers[0])
-    return None if compare is None or len(modifiers) != 2 else raw(compare(typed(a, kind), typed(b, kind)))
+    """Comparison; None where the type does not have it, or another predicate is combined with it."""
+    names = [name for name in modifiers[:-1] if name != "ftz"]
+    left, right, name = typed(a, kind), typed(b, kind), names[0] if len(names) == 1 else ""
+    if left.dtype.kind in "iu":
+        compare = _OF_INTEGERS.get(kind[0], {}).get(name)
+        return None if compare is None else raw(compare(left, right))
+    if name not in _OF_FLOATS:
+        return None
+    unordered = (left != left) | (right != right)
+    if name in ("num", "nan"):
+        return raw(unordered == (name == "nan"))
+    return raw(np.where(unordered, name.endswith("u"), _COMPARISONS[name.removesuffix("u")](left, right)))
 
 
 def _mul(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
@@ -116,6 +136,8 @@ def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits 
         with np.errstate(all="ignore"):
             return _convert(modifiers, sources)
     if kind in PACKED and name != "mov":
+        if name in ("setp", "selp"):
+            return None
         one, count = PACKED[kind]
         width = 8 * TYPES[one].itemsize
         lanes = zip(*(parts_of(bits, count, width) for bits in sources), strict=True)

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import NotInterpretable
-from weft.simulator.ptx.accesses import Accesses, Memory
+from weft.simulator import numerics
+from weft.simulator.ptx.accesses import CACHE_HINT, Accesses, Memory, refusal
 from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Register, Vector
 from weft.simulator.ptx.parsing import Memory as Address
-from weft.simulator.ptx.registers import TYPES, Bits, compute, packed, parts_of, raw
+from weft.simulator.ptx.registers import OPERANDS, TYPES, Bits, compute, packed, parts_of, raw
 
 _ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
+# Least and greatest number of operands, the result among them; one more of atom.cas, and one more with a cache policy.
+_ACCESSES = {"ld": 2, "ldu": 2, "st": 2, "atom": 3, "red": 2, "multimem": 2}
+_OPERANDS = {**OPERANDS, **{name: (count, count) for name, count in _ACCESSES.items()}}
 _IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
 
 
@@ -51,7 +55,7 @@ def needs_threads(code: Code) -> bool:
 def _is_of_threads(one: Instruction) -> bool:
     by_thread = ("%tid", "%laneid", "%warpid")
     reads = any(isinstance(x, Register) and x.name.startswith(by_thread) for x in one.operands)
-    return reads or one.name in ("atom", "red") or (one.name, one.modifiers[:1]) == ("multimem", ("red",))
+    return reads or one.name in ("atom", "red", "cp") or (one.name, one.modifiers[:1]) == ("multimem", ("red",))
 
 
 class Run:
@@ -110,10 +114,17 @@ class Run:
 
     def _constant(self, operand: Immediate, one: Instruction) -> Bits:
         kind = next((m for m in reversed(one.modifiers) if m in TYPES), "b64")
-        if operand.is_float or TYPES[kind].kind not in "iu":
-            value = np.array([operand.value], TYPES[kind])
-        else:
-            value = np.array([int(operand.value) & (2**64 - 1)], np.uint64)
+        dtype, is_integer = TYPES[kind], TYPES[kind].kind in "iu"
+        if not operand.width:
+            if not is_integer:
+                raise _unknown(one, f"an integer constant in an instruction of type {kind}; write a float, such as 1.0")
+            return np.broadcast_to(np.uint64(operand.value & (2**64 - 1)), (self._count,))
+        value = np.array([operand.value], f"uint{operand.width}")
+        if is_integer and kind != f"b{operand.width}":
+            raise _unknown(one, f"a float constant of {operand.width} bits in an instruction of type {kind}")
+        if not is_integer:
+            value = value.view(f"float{operand.width}")
+            value = value if value.dtype == dtype else numerics.convert(value, dtype)
         return np.broadcast_to(raw(value), (self._count,))
 
     def _write(self, operand: Operand, bits: Bits, chosen: np.ndarray, one: Instruction) -> None:
@@ -136,20 +147,20 @@ class Run:
     # --- instructions ------------------------------------------------------------------------------------------------
 
     def _execute(self, one: Instruction, chosen: np.ndarray) -> None:
-        done = True
         if one.name in _IDLE:
             return
+        _check(one)
+        done = True
         if one.name in _ORDERING:
             if one.name in ("bar", "barrier") and not chosen.all():
                 raise NotInterpretable(f"PTX `{one.text}` is reached by some threads of the program only")
             done = self._accesses.order(one.name, one.modifiers)
         elif one.name == "cp":
-            pending = one.operands[0].value if one.operands and isinstance(one.operands[0], Immediate) else 0
-            done = self._accesses.group(one.modifiers, int(pending))
+            done = self._accesses.group(one.modifiers, _pending(one), chosen)
         elif one.name in ("ld", "ldu"):
             self._load(one, self._accesses.load(one.modifiers, self._addresses(one.operands[1], one), chosen), chosen)
         elif one.name == "st":
-            address, value = one.operands
+            address, value = one.operands[:2]
             done = self._accesses.store(
                 one.modifiers, self._addresses(address, one), self._values(value, one), chosen
             )  # fmt: skip
@@ -172,6 +183,7 @@ class Run:
 
     def _atomic(self, one: Instruction, chosen: np.ndarray) -> None:
         operands = one.operands[1:] if one.name == "atom" else one.operands
+        operands = operands[:-1] if CACHE_HINT in one.modifiers else operands
         values = [self._read(operand, one) for operand in operands[1:]]
         old = self._accesses.atomic(one.modifiers, self._addresses(operands[0], one), values, chosen)
         if old is None:
@@ -191,7 +203,7 @@ class Run:
         return what == "red" and self._accesses.multicast_atomic(modifiers, address, value, chosen)
 
     def _compute(self, one: Instruction, chosen: np.ndarray) -> None:
-        if not one.operands:
+        if one.name not in _OPERANDS:
             raise _unknown(one)
         if one.name == "mov" and self._move_parts(one, chosen):
             return
@@ -210,7 +222,7 @@ class Run:
         ``mov.b64 {a, b}, c``, ``mov.b64 c, {a, b}``, ``mov.v4.b32 v, 0``.
         """
         to, source = one.operands
-        if one.modifiers[0] in ("v2", "v4") and isinstance(to, Register):
+        if one.modifiers[:1] in (("v2",), ("v4",)) and isinstance(to, Register):
             for letter in "xyzw"[: int(one.modifiers[0][1])]:
                 part = Register(f"{source.name}.{letter}") if isinstance(source, Register) else source
                 self._write(Register(f"{to.name}.{letter}"), self._read(part, one), chosen, one)
@@ -219,7 +231,7 @@ class Run:
         if parts is None or one.type not in TYPES:
             return False
         width = 8 * TYPES[one.type].itemsize // len(parts)
-        if to.__class__ is source.__class__:
+        if to.__class__ is source.__class__ or len(parts) not in (2, 4):
             raise _unknown(one)
         if isinstance(source, Vector):
             inside = [bits & np.uint64(2**width - 1) for bits in self._values(source, one)]
@@ -230,5 +242,22 @@ class Run:
         return True
 
 
-def _unknown(one: Instruction) -> NotInterpretable:
-    return NotInterpretable(f"PTX `{one.text}` is not known")
+def _check(one: Instruction) -> None:
+    """NotInterpretable for a wrong number of operands, or an access with modifiers that are not known."""
+    why = refusal(one.name, one.modifiers) if one.name in _ACCESSES else ""
+    least, most = _OPERANDS.get(one.name, (0, len(one.operands)))
+    more = (CACHE_HINT in one.modifiers) + (one.name == "atom" and "cas" in one.modifiers)
+    count = len(one.operands)
+    if not why and not least + more <= count <= most + more:
+        why = f"it has {count} operand{'s' * (count != 1)} and needs {least + more}"
+    if why:
+        raise _unknown(one, why)
+
+
+def _pending(one: Instruction) -> int | None:
+    """Number of bulk groups that a wait leaves pending; None without a constant."""
+    return one.operands[0].value if len(one.operands) == 1 and isinstance(one.operands[0], Immediate) else None
+
+
+def _unknown(one: Instruction, why: str = "") -> NotInterpretable:
+    return NotInterpretable(f"PTX `{one.text}` is not known{': ' if why else ''}{why}")

@@ -477,6 +477,34 @@ def test_only_new_memory_of_plain_tensors_is_poisoned(report):
     assert found.ok, str(found)
 
 
+def test_classes_and_functions_of_triton_may_have_another_name(report):
+    """A program imports them while they are replaced, and Triton's front end compares some with its own."""
+    text = """
+        from triton.language import condition as holds, constexpr as constant, range as counted, static_range as unrolled
+        from triton.language import max as largest, static_assert as certain, static_print as shown, zeros as nulls
+
+        @triton.jit
+        def fill(x, N: constant):
+            certain(N > 1)
+            shown("N", N)
+            for i in unrolled(0, N):
+                tl.store(x + i, i)
+            for i in counted(0, N, num_stages=2):
+                tl.store(x + N + i, i + largest(nulls((N,), tl.int32), 0))
+            n = 0
+            while holds(n < 3):
+                n += 1
+            tl.store(x, n)
+
+        def main(rank, size):
+            x = torch.zeros(8, dtype=torch.int32, device="cuda")
+            fill[(1,)](x, 4)
+            assert x.tolist() == [3, 1, 2, 3, 0, 1, 2, 3]
+    """
+    found = report(text, 1, 1)
+    assert found.ok, str(found)
+
+
 def test_an_assumption_that_does_not_hold_has_its_remedy(report):
     text = """
         @triton.jit

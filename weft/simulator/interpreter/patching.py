@@ -89,15 +89,13 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[o
 def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> None:
     """Patch the functions of ``tl``, in their modules and in the table of callees."""
     patches.set(target_info, "current_target", lambda: None)
-    in_core = {getattr(core, name): function for name, function in stand_ins.in_core().items()}
-    for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
+    for name, function in stand_ins.in_core().items():
+        callees.know(getattr(core, name), function)
+    for member, function in stand_ins.elsewhere():
         callees.know(member, function)
-    for module, name, member in _functions_of_tl(frozenset(in_core)):
-        function = callees.resolve(member)
-        if not inspect.isclass(member):
-            callees.know(_redirected(member), function)
-            function = _redirected(member)
-        patches.set(module, name, function)
+    for module, name, member in _functions_of_tl():
+        callees.know(_redirected(member), callees.resolve(member))
+        patches.set(module, name, _redirected(member))
 
 
 @cache
@@ -116,13 +114,16 @@ def _redirected(builtin: Callable) -> Callable:
 
 
 @cache
-def _functions_of_tl(classes: frozenset[object]) -> list[tuple[object, str, Any]]:
-    """(module, name, member) of all builtins of ``tl`` and its classes among ``classes``, unpatched."""
+def _functions_of_tl() -> list[tuple[object, str, Any]]:
+    """(module, name, member) of all builtin functions of ``tl``, unpatched.
+
+    Classes stay: kernel code finds their stand-ins in the table, and Triton's front end knows them by identity.
+    """
     return [
         (module, name, member)
         for module in (core, tl.math, tl)
         for name, member in vars(module).items()
-        if (member in classes if inspect.isclass(member) else is_builtin(member))
+        if is_builtin(member) and not inspect.isclass(member)
     ]
 
 

@@ -154,6 +154,32 @@ def test_kernels_that_triton_compiles_pass():
     assert weft.check(main, 2, schedules=2).ok
 
 
+SEEN = []
+
+
+def kinds_of(value):
+    is_tuple = isinstance(value, (tuple, list, tl.tuple))
+    return type(value).__name__, *(map(kinds_of, value) if is_tuple else ())
+
+
+@tl.core.builtin
+def notes_its_arguments(shape, named=None, _semantic=None):
+    SEEN.append((kinds_of(shape), kinds_of(named)))
+
+
+def test_a_builtin_of_another_project_gets_what_triton_s_compiler_gives_it():
+    @triton.jit
+    def passes(x, N: tl.constexpr):
+        shape = (4, N)
+        notes_its_arguments((N, 2), named=[(1, 2.5), None, "a", tl.float32])
+        notes_its_arguments([N, x], named=(shape, shape[0], (1, ())))
+
+    SEEN.clear()
+    weft.simulate(lambda team: passes[(1,)](team.local(4, torch.float32), 8), 1, compile=True)
+    interpreted, compiled = SEEN[:2], SEEN[2:]
+    assert interpreted == compiled and interpreted[0][0] == ("tuple", ("constexpr",), ("constexpr",))
+
+
 def test_a_marker_with_a_reason_allows_a_refusal():
     @triton.jit
     def amd_only(x):

@@ -66,13 +66,18 @@ def _libdevice(name: str, function: Callable) -> Callable:
 def _with_constexprs(function: Callable) -> Callable:
     """Builtin of another project, which gets constants as constexprs, as from Triton's compiler."""
 
-    def wrapped(x: object) -> object:
-        return tl.constexpr(x) if x is None or isinstance(x, (bool, int, float, str)) else x
-
     def call(*args: object, **kwargs: object) -> object:
-        return function(*map(wrapped, args), **{name: wrapped(x) for name, x in kwargs.items()})
+        return function(*map(_as_compiled, args), **{name: _as_compiled(x) for name, x in kwargs.items()})
 
     return call
+
+
+def _as_compiled(x: object) -> object:
+    """Constant as a constexpr, also in tuples and lists, of which Triton's compiler makes its own tuples."""
+    if isinstance(x, (tuple, list, tl.tuple)):
+        values = [_as_compiled(value) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else tl.tuple(values)
+    return tl.constexpr(x) if x is None or isinstance(x, (bool, int, float, str)) else x
 
 
 _ConstexprFunction = type(triton.constexpr_function(is_builtin))

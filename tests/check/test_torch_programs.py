@@ -1,6 +1,7 @@
 """Programs on torch's symmetric memory on virtual ranks: devices, streams, groups, handles, processes."""
 
 import random
+import sys
 import textwrap
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import weft
 from tests.check import torch_examples
 from tests.check.test_command import app
+from weft.check.torch_programs import processes
 from weft.check.torch_programs.program import TorchProgram
 
 
@@ -475,6 +477,51 @@ def test_only_new_memory_of_plain_tensors_is_poisoned(report):
     """
     found = report(text, 1, 1)
     assert found.ok, str(found)
+
+
+def test_a_module_of_an_installed_package_acts_on_the_ranks_of_each_run(report, tmp_path, monkeypatch):
+    """It is imported in the first run, and keeps what it has imported by name."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/installed_module.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from cuda.bindings import driver
+        from cuda.bindings.driver import cuStreamWriteValue32
+        from torch.cuda import Event, Stream, current_stream, is_available
+        from torch.distributed import barrier, get_rank, group, init_process_group
+        from torch.distributed._symmetric_memory import _SymmetricMemory, empty, rendezvous
+
+        def start(rank, size):
+            init_process_group("nccl", rank=rank, world_size=size)
+            assert is_available() and get_rank() == rank == group.WORLD.rank()
+            box = empty(4, dtype=torch.int32).fill_(0)
+            handle = rendezvous(box, group.WORLD)
+            barrier()
+            there = handle.get_buffer((rank + 1) % size, (4,), box.dtype).data_ptr()
+            with Stream() as side:
+                side.wait_event(Event())
+                assert current_stream() is side
+                cuStreamWriteValue32(side.cuda_stream, there, 5, 0)
+                driver.cuStreamWaitValue32(side.cuda_stream, box.data_ptr(), 5, 1)
+            side.synchronize()
+            assert box[0] == 5 and _SymmetricMemory.get_backend(box.device) == "CUDA"
+            barrier()
+    """)
+    )
+    monkeypatch.setattr(processes, "_INSTALLED", (*processes._INSTALLED, str(tmp_path / "site")))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    text = """
+        import installed_module
+
+        def main(rank, size):
+            installed_module.start(rank, size)
+    """
+    found = report(text, 2, 2)
+    module = sys.modules.pop("installed_module")
+    assert found.ok, str(found)
+    assert not module.is_available()
+    with pytest.raises(RuntimeError, match="it works only there"):
+        module.driver.cuStreamWaitValue32(0, 0, 0, 0)
 
 
 def test_classes_and_functions_of_triton_may_have_another_name(report):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from weft.check.torch_programs import devices, streams
+from weft.check.torch_programs.ranks import Ranks, running_ranks
 from weft.simulator.front_end import TARGET
-
-if TYPE_CHECKING:
-    from weft.check.torch_programs.ranks import Ranks
 
 
 def triton_driver(ranks: Ranks) -> SimpleNamespace:
@@ -28,7 +26,7 @@ def triton_driver(ranks: Ranks) -> SimpleNamespace:
         "mem_clock_rate": 2619000, "mem_bus_width": 6144,
     }  # fmt: skip
     return SimpleNamespace(
-        get_current_target=lambda: TARGET, get_current_device=lambda: ranks.here.rank,
+        ranks=ranks, get_current_target=lambda: TARGET, get_current_device=lambda: ranks.here.rank,
         set_current_device=lambda *_: None, get_current_stream=lambda *_: 0, is_active=lambda: True,
         get_active_torch_device=lambda: torch.device("cuda", ranks.here.rank), get_device_interface=lambda: torch.cuda,
         get_device_capability=lambda *_: (9, 0), get_benchmarker=lambda: benchmark,
@@ -72,19 +70,23 @@ class CUstreamWriteValue_flags(IntEnum):  # noqa: N801
 _COMPARISONS = {0: ">=", 1: "=="}
 
 
-def cuda_modules(ranks: Ranks) -> dict[str, ModuleType]:
-    """Stand-ins for ``cuda.bindings.driver`` and its parents: waits for and writes of values by a stream."""
+@cache
+def cuda_modules() -> dict[str, ModuleType]:
+    """Stand-ins for ``cuda.bindings.driver`` and its parents: waits for and writes of values by a stream.
+
+    The same ones for all runs, since modules of installed packages keep them; they act on the ranks of the present run.
+    """
     members: dict[str, Any] = {
         "CUresult": CUresult, "CUstream": int, "CUdeviceptr": int,
         "CUstreamWaitValue_flags": CUstreamWaitValue_flags, "CUstreamWriteValue_flags": CUstreamWriteValue_flags,
-        **{f"cuStreamWaitValue{bits}": partial(_wait_value, ranks, bits // 8) for bits in (32, 64)},
-        **{f"cuStreamWriteValue{bits}": partial(_write_value, ranks, bits // 8) for bits in (32, 64)},
+        **{f"cuStreamWaitValue{bits}": partial(_wait_value, bits // 8) for bits in (32, 64)},
+        **{f"cuStreamWriteValue{bits}": partial(_write_value, bits // 8) for bits in (32, 64)},
     }  # fmt: skip
 
     def absent(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ranks.refuse(f"{name} of cuda.bindings.driver")
+        raise running_ranks().refuse(f"{name} of cuda.bindings.driver")
 
     driver, bindings, cuda = (ModuleType(name) for name in ("cuda.bindings.driver", "cuda.bindings", "cuda"))
     vars(driver).update(members, __getattr__=absent)
@@ -109,7 +111,8 @@ def _stream(ranks: Ranks, handle: Any) -> streams.Stream:
     return ranks.here.streams[number - 1] if number else streams.main_stream(ranks)
 
 
-def _wait_value(ranks: Ranks, nbytes: int, stream: Any, address: Any, value: int, flags: int) -> tuple[CUresult]:
+def _wait_value(nbytes: int, stream: Any, address: Any, value: int, flags: int) -> tuple[CUresult]:
+    ranks = running_ranks()
     if int(flags) not in _COMPARISONS:
         raise ranks.refuse(f"cuStreamWaitValue{8 * nbytes} with flags {int(flags)}", "wait for >= or ==")
     wait = partial(ranks.machine.wait_for_words, [int(address)], nbytes, int(value), _COMPARISONS[int(flags)])
@@ -117,7 +120,8 @@ def _wait_value(ranks: Ranks, nbytes: int, stream: Any, address: Any, value: int
     return (CUresult.CUDA_SUCCESS,)
 
 
-def _write_value(ranks: Ranks, nbytes: int, stream: Any, address: Any, value: int, _: int = 0) -> tuple[CUresult]:
+def _write_value(nbytes: int, stream: Any, address: Any, value: int, _: int = 0) -> tuple[CUresult]:
+    ranks = running_ranks()
     extent, address = ranks.machine.memory.find(int(address)), int(address)
     if extent is None:
         raise ValueError(f"cuStreamWriteValue{8 * nbytes} writes to address {address:#x}, which is in no tensor")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.check.torch_programs.processes import Process
 from weft.errors import NotInterpretable
 from weft.simulator.machine.tasks import Waiting
+from weft.triton_api import driver
 
 if TYPE_CHECKING:
     from weft.simulator.machine.machine import Machine
@@ -49,6 +50,21 @@ class Meeting:
     items: dict[int, Any] = field(default_factory=dict)
 
 
+def ranks_if_running() -> Ranks | None:
+    """Ranks of the torch program that runs now, which the stand-in for Triton's driver names."""
+    return getattr(driver._active, "ranks", None)
+
+
+def running_ranks() -> Ranks:
+    """Ranks of the torch program that runs now. RuntimeError outside a run."""
+    ranks = ranks_if_running()
+    if ranks is None:
+        raise RuntimeError(
+            "a module imported this stand-in for a GPU's function within weft check; it works only there"
+        )
+    return ranks
+
+
 class Ranks:
     """Ranks of a torch program on a machine: ``Machine.hosts`` while it runs."""
 
@@ -59,6 +75,7 @@ class Ranks:
         self.ranks = [Rank(rank, Process(rank, size)) for rank in range(size)]
         self.meetings: dict[str, Meeting] = {}
         self._shared: set[str] = set()
+        self.stand_ins: dict[tuple[object, str], Any] = {}  # for members of modules, by module and name
         self._stack = ExitStack()
         # External functions of kernels by symbol; ``patches`` gives them.
         self.functions: Callable[[str], Callable[..., int] | None] = lambda symbol: None

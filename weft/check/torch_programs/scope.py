@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import torch.utils._triton
 from weft.check.torch_programs import devices, drivers, streams
 from weft.check.torch_programs.groups import Group, Groups
 from weft.check.torch_programs.nvshmem import Nvshmem
+from weft.check.torch_programs.ranks import ranks_if_running
 from weft.check.torch_programs.symmetric import SymmetricMemory
 from weft.simulator.interpreter.patching import Patches
 from weft.triton_api import driver, testing
@@ -31,16 +32,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patches(ranks: Ranks) -> Iterator[None]:
-    """Scope in which torch's functions for GPUs act on the virtual rank whose host code calls them."""
+    """Scope in which torch's functions for GPUs act on the virtual rank whose host code calls them.
+
+    A module of an installed package is imported once for all runs, and may keep what it finds meanwhile: the members that torch
+    gets here are the same ones in each run, and lead to the stand-ins of the run.
+    """
     made = Patches()
     groups = Groups(ranks)
     memory = SymmetricMemory(ranks, groups)
     ranks.functions = Nvshmem(ranks).function
-    event = type("Event", (streams.Event,), {"ranks": ranks})
-    ranks.stream_type = type("Stream", (streams.Stream,), {"ranks": ranks, "event_type": event})
     try:
         for owner, members in (
-            (torch.cuda, _cuda(ranks, event)),
+            (torch.cuda, _cuda(ranks)),
             (torch.accelerator, _accelerator(ranks)),
             # Tensors are on the GPU whatever the default device.
             (torch, {"set_default_device": _nothing}),
@@ -49,18 +52,44 @@ def patches(ranks: Ranks) -> Iterator[None]:
             (torch.autograd, {"_engine_run_backward": partial(_backward, ranks, torch.autograd._engine_run_backward)}),
             (symm_mem, _symmetric(memory)),
             (torch._C._distributed_c10d, {"_SymmetricMemory": _symmetric(memory)["_SymmetricMemory"]}),
-            (driver, {"_active": drivers.triton_driver(ranks)}),
             (testing, {"do_bench": drivers.benchmark, "do_bench_cudagraph": drivers.benchmark_graph}),
             (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
             (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
             (_nvshmem_functions(), {"requires_nvshmem": _itself}),
         ):
             for name, value in members.items():
-                made.set(owner, name, value)
-        with _modules(drivers.cuda_modules(ranks)):
+                ranks.stand_ins[owner, name] = value
+                made.set(owner, name, value if isinstance(value, type) else _lasting(owner, name, callable(value)))
+        made.set(driver, "_active", drivers.triton_driver(ranks))
+        with _modules(drivers.cuda_modules()):
             yield
     finally:
         made.restore()
+
+
+@cache
+def _lasting(owner: ModuleType, name: str, is_function: bool) -> object:
+    """Member that leads to the stand-in of the present run, and outside runs to the original."""
+    original = getattr(owner, name, None)
+
+    def member() -> Any:
+        ranks = ranks_if_running()
+        return original if ranks is None else ranks.stand_ins[owner, name]
+
+    def call(*args: object, **kwargs: object) -> object:
+        return member()(*args, **kwargs)
+
+    return call if is_function else _Lasting(member)
+
+
+class _Lasting:
+    """Object that leads to another one by its attributes."""
+
+    def __init__(self, member: Callable[[], Any]) -> None:
+        self._member = member
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._member(), name)
 
 
 @contextmanager
@@ -84,7 +113,7 @@ def _backward(ranks: Ranks, run: Callable[..., Any], *args: Any, **kwargs: Any) 
         return run(*args, **kwargs)
 
 
-def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
+def _cuda(ranks: Ranks) -> dict[str, Any]:
     machine = ranks.machine
 
     def synchronize(*_: object) -> None:
@@ -100,7 +129,7 @@ def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
         raise ranks.refuse("a CUDA graph", "call the function itself")
 
     return {
-        "Stream": ranks.stream_type, "Event": event, "stream": partial(streams.on_stream, ranks),
+        "Stream": streams.Stream, "Event": streams.Event, "stream": partial(streams.on_stream, ranks),
         "StreamContext": partial(streams.on_stream, ranks),
         "current_stream": partial(streams.current_stream, ranks),
         "default_stream": lambda *_: streams.main_stream(ranks),
@@ -112,9 +141,8 @@ def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
         "can_device_access_peer": lambda *_: True, "is_current_stream_capturing": lambda: False,
         "synchronize": synchronize,
         "mem_get_info": lambda *_: (100 << 30, 141 << 30), "memory_allocated": lambda *_: 0,
-        "CUDAGraph": graphs, "graph": partial(graphs),
-        # A function for each name: torch.compile keeps a table of functions.
-        **{name: partial(_nothing) for name in idle},
+        "CUDAGraph": graphs, "graph": graphs,
+        **dict.fromkeys(idle, _nothing),
     }  # fmt: skip
 
 

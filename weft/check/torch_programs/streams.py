@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 
+from weft.check.torch_programs.ranks import Ranks, running_ranks
 from weft.runtime.platforms.virtual import copy_in_pieces
 from weft.simulator.machine.tasks import Waiting
-
-if TYPE_CHECKING:
-    from weft.check.torch_programs.ranks import Ranks
 
 
 class Stream:
     """Stand-in for ``torch.cuda.Stream``. ``name``: "" for the main stream."""
 
-    ranks: ClassVar[Ranks]
+    ranks = property(lambda _: running_ranks())
 
     def __init__(self, device: object = None, priority: int = 0, name: str | None = None, **_: object) -> None:
         here = self.ranks.here
@@ -50,7 +48,7 @@ class Stream:
         machine.enqueue(self.name, label, run)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or type(self).event_type()
+        event = event or Event()
         event.record(self)
         return event
 
@@ -79,13 +77,11 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.ranks.here.stream = self.ranks.here.scopes.pop()
 
-    event_type: ClassVar[type[Event]]
-
 
 class Event:
     """Stand-in for ``torch.cuda.Event``."""
 
-    ranks: ClassVar[Ranks]
+    ranks = property(lambda _: running_ranks())
 
     def __init__(self, *_: object, **__: object) -> None:
         self._mark: dict[str, Any] | None = None
@@ -130,7 +126,7 @@ def current_stream(ranks: Ranks, *_: object) -> Stream:
 def main_stream(ranks: Ranks) -> Stream:
     here = ranks.here
     if "main" not in here.kept:
-        here.kept["main"] = ranks.stream_type(name="")
+        here.kept["main"] = Stream(name="")
     return here.kept["main"]
 
 

@@ -116,7 +116,7 @@ class SymmetricMemory:
     def backend_stream(self, priority: int = 0) -> Any:
         kept = self.ranks.here.kept
         if ("stream", priority) not in kept:
-            kept["stream", priority] = self.ranks.stream_type(priority=priority)
+            kept["stream", priority] = streams.Stream(priority=priority)
         return kept["stream", priority]
 
     def set_pad_size(self, size: int) -> None:

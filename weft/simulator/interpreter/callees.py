@@ -73,7 +73,7 @@ def _with_constexprs(function: Callable) -> Callable:
 
 
 def _as_compiled(x: object) -> object:
-    """Constant as a constexpr, also in tuples and lists, of which Triton's compiler makes its own tuples."""
+    """Constant as a constexpr, also in tuples and lists, which Triton's compiler makes a ``tl.tuple``."""
     if isinstance(x, (tuple, list, tl.tuple)):
         values = [_as_compiled(value) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else tl.tuple(values)

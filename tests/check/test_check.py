@@ -140,6 +140,36 @@ def test_views_and_sparse_tensors_are_compared_by_their_values():
     assert digest_of(views) == digest_of(values) != digest_of([numbers, *values[1:]])
 
 
+def operates_on_other_layouts(team):
+    dense, layouts = torch.eye(4), (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+    empty = torch.empty(3, 3, layout=torch.sparse_coo)
+    sparse = [dense.to_sparse(layout=kind, blocksize=(2, 2) if "bs" in str(kind) else None) for kind in layouts]
+    nested = [
+        torch.nested.nested_tensor([dense[0], dense[1, :2]], layout=kind) for kind in (torch.strided, torch.jagged)
+    ]
+    return [
+        (empty + empty).to_dense(), dense.to_mkldnn().to_dense(), *(one.to_dense() for one in sparse),
+        *((one * 2).to_padded_tensor(0) for one in nested),
+    ]  # fmt: skip
+
+
+def reads_values_of_a_sparse_tensor(team):
+    x = team.zeros((4,), torch.float32)
+    if team.rank == 0:
+        x.fill_(1.0)
+    else:
+        torch.sparse_coo_tensor(torch.arange(4)[None], team.at_peer(x, 0), (4,), check_invariants=False).to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested")
+def test_tensors_of_other_layouts_are_seen_as_their_plain_tensors():
+    report = weft.check(operates_on_other_layouts, 1, schedules=1)
+    assert report.ok, str(report)
+    assert [found.finding.kind for found in weft.check(reads_values_of_a_sparse_tensor, 2, schedules=1).wrong] == [
+        "race"
+    ]
+
+
 def test_what_main_raises_is_a_finding():
     def main(team):
         assert team.rank == 0, "rank 1 is unhappy"

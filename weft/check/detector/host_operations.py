@@ -18,6 +18,12 @@ _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     "rand_like", "randn_like", "sym_size", "sym_stride", "is_same_size",
 })  # fmt: skip
+# Methods that give the plain tensors within a tensor of another layout.
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_MEMBERS = {
+    torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS, torch.jagged: ("values", "offsets"),
+}  # fmt: skip
 
 
 class HostOperations(TorchDispatchMode):
@@ -78,9 +84,15 @@ def _operands(func: OpOverload, args: tuple, kwargs: dict) -> list[tuple[object,
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, torch.Tensor)] if isinstance(value, (list, tuple)) else []
+    """Tensors with memory of an argument; a sparse tensor has indices and values."""
+    given = value if isinstance(value, (list, tuple)) else [value]
+    return [part for tensor in given if isinstance(tensor, torch.Tensor) for part in _with_memory(tensor)]
+
+
+def _with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        return list(tensor.unbind()) if tensor.is_nested else [tensor]
+    return [getattr(tensor, name)() for name in _MEMBERS.get(tensor.layout, ())]
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -61,6 +61,31 @@ def test_two_interrupts_at_any_line_leave_nothing_patched():
     assert weft.simulate(main, 2) == [56, 56]
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_one_interrupt_ends_a_loop_of_host_code(reads):
+    begun, ended, presses = threading.Event(), threading.Event(), []
+
+    def loops(team):
+        x = team.zeros((1,), torch.int32)
+        begun.set()
+        try:
+            while not reads or x.item() == 0:
+                time.sleep(1e-4)
+        finally:
+            ended.set()
+
+    def press():
+        begun.wait()
+        time.sleep(0.05)
+        while not presses or len(presses) < 2 and not ended.wait(5):
+            presses.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        weft.simulate(loops, 2)
+    assert ended.is_set() and len(presses) == 1 and not is_active()
+
+
 def test_host_code_that_does_not_come_back_is_left_at_the_second_interrupt():
     begun, go_on = threading.Event(), threading.Event()
 

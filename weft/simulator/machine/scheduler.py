@@ -127,13 +127,13 @@ class Scheduler:
                 self._retire(task)
 
     def _abandon_all(self) -> None:
-        left = [*self._ready, *self._blocked]
-        if self.current in left:  # interrupted in its turn: host code still runs, so it must come to its pause first
-            left.remove(self.current)
-            left.insert(0, self.current)
+        left, interrupted = [*self._ready, *self._blocked], self.current
+        if interrupted in left:  # host code still runs, so it must come to its pause first
+            left.remove(interrupted)
+            left.insert(0, interrupted)
         for task in left:
             self.current = task
-            task.abandon(lambda: self.interrupts.held > 0)
+            task.abandon(task is interrupted, lambda: self.interrupts.held > 0)
             if not task.finished:
                 return  # it may still call this scheduler, as the current task
         self.current = None

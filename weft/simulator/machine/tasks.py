@@ -5,6 +5,7 @@ A rank's host code is a thread; a program instance or a stream operation is a gr
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,8 +80,11 @@ class Task:
         """Switch from the task, which calls this, to the scheduler until it is resumed."""
         raise NotImplementedError
 
-    def abandon(self, hurried: Callable[[], bool]) -> None:
-        """End the task. ``hurried()``: True to stop waiting for host code that does not return."""
+    def abandon(self, interrupted: bool, hurried: Callable[[], bool]) -> None:
+        """End the task.
+
+        ``interrupted``: Ctrl-C came while it ran. ``hurried()``: True to stop waiting for host code that does not return.
+        """
         raise NotImplementedError
 
 
@@ -97,7 +101,7 @@ class GreenletTask(Task):
     def pause(self) -> None:
         self._greenlet.parent.switch()
 
-    def abandon(self, hurried: Callable[[], bool]) -> None:
+    def abandon(self, interrupted: bool, hurried: Callable[[], bool]) -> None:
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
         self.finished = True
@@ -140,8 +144,12 @@ class ThreadTask(Task):
             self._thread.join()
 
     def _main(self) -> None:
-        self.run()
-        self._back.put(None)
+        try:
+            self.run()
+        except Abandoned:  # thrown into the thread after its body had ended
+            self.finished = True
+        finally:
+            self._back.put(None)
 
     def pause(self) -> None:
         self._back.put(None)
@@ -149,13 +157,15 @@ class ThreadTask(Task):
         if self._leaving:
             raise Abandoned
 
-    def abandon(self, hurried: Callable[[], bool]) -> None:
+    def abandon(self, interrupted: bool, hurried: Callable[[], bool]) -> None:
         self._leaving = True
-        while self._thread is not None and not self.finished:
+        while self._thread is not None and self._thread.is_alive() and not self.finished:
             self._turn.put(None)
             while not self._has_come_back():
                 if hurried():
                     return  # it ends when it comes to its next pause
+                if interrupted:  # a loop of host code may come to no pause
+                    _throw(Abandoned, self._thread)
         self.finished = True
         if self._thread is not None:
             self._thread.join()
@@ -164,10 +174,15 @@ class ThreadTask(Task):
         try:
             self._back.get(timeout=_HURRY_AFTER)
         except Empty:
-            return False
+            return not self._thread.is_alive()
         return True
 
     @property
     def is_here(self) -> bool:
         """True if the calling thread runs this host code."""
         return self._thread is threading.current_thread()
+
+
+def _throw(error: type[BaseException], thread: threading.Thread) -> None:
+    """Raise ``error`` in another thread as soon as it executes Python code, if it has not ended."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))

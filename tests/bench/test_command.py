@@ -238,6 +238,11 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "all@96"], "op 'all' is unknown"),
         (["gemm@qwen4", "all-reduce"], "neither a set"),
         (
+            ["gemm", "--list-providers", "--json", "x.json"],
+            "--json does not go with --list-providers, which prints names",
+        ),
+        (["--list-providers", "--check-only"], "--check-only does not go with --list-providers"),
+        (
             ["gemm", "all-reduce", "--bsz", "4"],
             "--bsz belongs to mlp, attn, model, generate; gemm, all-reduce takes --shapes",
         ),

@@ -240,7 +240,7 @@ def bench(asked: BenchFlags) -> None:
             return _regret(asked, sizes, simulated)
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]
         if asked.list_providers:
-            return _list_providers(runs)
+            return _list_providers(asked, runs)
         _check_folder(asked.out, runs)
         if talks():
             for line in asked.hints(runs, simulated):
@@ -299,7 +299,14 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
     regret.measure(asked.of_regret, runs, simulated, more)
 
 
-def _list_providers(runs: Runs) -> None:
+def _list_providers(asked: BenchFlags, runs: Runs) -> None:
+    """Print the providers of each workload. ValueError for a flag of a measurement."""
+    for name in ("json", "out", "plot", "check_only", "quick", "eager", "one_by_one"):
+        if getattr(asked, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} does not go with --list-providers, which prints names and measures nothing; "
+                f"leave one out"
+            )
     for workload in runs[0][1]:
         typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +98,7 @@ def check(flags: CheckFlags) -> None:
     same = ("schedules", "strategy", "seed", "depth", "sms", "like", "node_size", "link")
     with one_line_errors(flags.traceback):
         if flags.explain is not None:
+            _check_alone(flags)
             typer.echo(explain(flags.explain))
             raise typer.Exit(0)
         for name in ("json", "html", "sarif"):
@@ -119,6 +120,15 @@ def check(flags: CheckFlags) -> None:
 
 
 command = from_flags(CheckFlags, check)
+
+
+def _check_alone(flags: CheckFlags) -> None:
+    """ValueError for an argument beside --explain, which checks nothing."""
+    asked = (one for one in fields(flags) if one.name not in ("explain", "traceback"))
+    given = next((one.name for one in asked if getattr(flags, one.name) != one.default), None)
+    if given is not None:
+        name = str(flags.script) if given == "script" else f"--{given.replace('_', '-')}"
+        raise ValueError(f"{name} does not go with --explain, which prints a text and checks nothing; leave one out")
 
 
 def _write(flags: CheckFlags, report: Report) -> None:

@@ -217,9 +217,10 @@ above 1 it takes arithmetic and registers.
 | | |
 |---|---|
 | global memory | `ld`, `st`: `weak`, `volatile`, `relaxed`, `acquire`, `release`, `mmio` with every scope, and vectors |
-| atomics | `atom`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max`; `red` without `exch` and `cas`; `.noftz` |
+| atomics | `atom`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max`; `red` without `exch` and `cas`; `.noftz`; \
+`add`, `min`, `max` of packed types |
 | hints | `.nc`, `.ca`, `.cg`, `.cs`, `.lu`, `.wb`, `.wt`, `.L1::...`, `.L2::...` change nothing; `ld.cv` is volatile |
-| multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce` with `add` |
+| multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce`, in the order of ranks; packed types; `.acc::f32` |
 | order | `fence`, `membar`, `fence.proxy.async`, `bar.sync`, `barrier`, `griddepcontrol`; other proxy fences do nothing; \
 `fence.acquire` and `fence.release` count as fences of both directions |
 | descriptor stores | `cp.async.bulk.wait_group 0` by thread 0, which makes them, completes them, with `.read` not; \

@@ -287,6 +287,18 @@ def test_modifiers_of_accesses(load, store):
     assert torch.equal(out, torch.where(x % 2 == 0, x, 0))
 
 
+@pytest.mark.parametrize("op", ["red.relaxed.gpu.global.max.noftz.{} [$2], a", "atom.global.add.noftz.{} a, [$2], a"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_atomics_of_two_values_in_a_register(op, dtype):
+    x, out = (torch.arange(first, first + 32).to(dtype) for first in (-16, -4))
+    to = torch.where(torch.arange(32) % 4 < 2, x, -torch.inf)  # each address is 8 bytes, of which 4 are used
+    threads, kind = 128 // 8, "f16x2" if dtype is torch.float16 else "bf16x2"
+    expected = torch.maximum(out, to) if op.startswith("red") else out.where(to < x, out + threads * x)
+    assembly = f"{{.reg .b32 a; ld.global.b32 a, [$1]; {op.format(kind)};}}"
+    simulate(lambda _: accesses[(1,)](x.view(torch.int32), out.view(torch.int32), assembly), 1)
+    assert torch.equal(out, expected), (out, expected)
+
+
 @pytest.mark.parametrize(
     ("assembly", "why"),
     [
@@ -304,7 +316,9 @@ def test_modifiers_of_accesses(load, store):
         ("atom.global.add.v2.f32 {a, b}, [$2], {a, b}", "atom with .v2 is not modelled"),
         ("red.acq_rel.gpu.global.add.u32 [$2], 1", "red with .acq_rel is not modelled"),
         ("red.global.exch.b32 [$2], 1", "red with .exch is not modelled"),
-        ("multimem.ld_reduce.global.add.acc::f32.f16 $0, [$2]", "multimem.ld_reduce with .acc::f32 is not modelled"),
+        ("multimem.ld_reduce.global.add.noftz.f16 $0, [$2]", "multimem.ld_reduce with .noftz is not modelled"),
+        ("ld.global.f16x2 $0, [$2]", "its last modifier, .f16x2, is no type that is modelled"),
+        ("red.global.or.f16x2 [$2], 1", "is not known"),
         ("multimem.cp.global.b32 [$2], 1", "multimem.cp is not modelled"),
         ("fence.sc.sys.foo", "is not known"),
         ("barrier.cta.arrive 0", "is not known"),

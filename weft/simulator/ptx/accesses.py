@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from weft.simulator.places import Places, Scattered
-from weft.simulator.ptx.registers import TYPES, Bits, raw, typed
+from weft.simulator.ptx.registers import PACKED, TYPES, Bits, as_bits, packed, parts_of, raw, reduced, typed
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
 _SCOPES = {"sys": "sys", "gpu": "gpu", "gl": "gpu", "cta": "cta", "cluster": "gpu"}
@@ -24,6 +24,7 @@ _HINTS = frozenset({
     *(f"L1::{how}" for how in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
     *(f"L2::{how}" for how in ("evict_normal", "evict_first", "evict_last", "64B", "128B", "256B")), CACHE_HINT,
 })  # fmt: skip
+_REDUCTIONS = _ATOMICS.keys() - {"exch", "cas"}
 _PLAIN = _ANYWHERE | _VECTORS | _HINTS | {"weak", "volatile", "relaxed", "mmio"}
 # Modifiers, apart from the type, of each instruction.
 _MODIFIERS = {
@@ -31,10 +32,10 @@ _MODIFIERS = {
     "ldu": _VECTORS | {"global"},
     "st": _PLAIN | {"release", "wb", "cg", "cs", "wt"},
     "atom": _ANYWHERE | {*_SEMANTICS, *_ATOMICS, "noftz", CACHE_HINT},
-    "red": _ANYWHERE | {"relaxed", "release", *(_ATOMICS.keys() - {"exch", "cas"}), "noftz", CACHE_HINT},
-    "multimem.ld_reduce": _ANYWHERE | _VECTORS | {"weak", "relaxed", "acquire", "add"},
+    "red": _ANYWHERE | _REDUCTIONS | {"relaxed", "release", "noftz", CACHE_HINT},
+    "multimem.ld_reduce": _ANYWHERE | _VECTORS | _REDUCTIONS | {"weak", "relaxed", "acquire", "acc::f32"},
     "multimem.st": _ANYWHERE | _VECTORS | {"weak", "relaxed", "release"},
-    "multimem.red": _ANYWHERE | {"relaxed", "release", "add", "and", "or", "xor", "min", "max"},
+    "multimem.red": _ANYWHERE | _REDUCTIONS | {"relaxed", "release"},
 }  # fmt: skip
 # Orders of a fence. One of a single direction counts as one of both.
 _FENCES = ((), ("acq_rel",), ("sc",), ("acquire",), ("release",))
@@ -115,7 +116,7 @@ def refusal(name: str, modifiers: tuple[str, ...]) -> str:
     *options, kind = modifiers or ("",)
     if unknown := [f".{one}" for one in options if one not in known]:
         return f"{name} with {', '.join(unknown)} is not modelled"
-    if kind not in TYPES:
+    if kind not in TYPES and (kind not in PACKED or name in ("ld", "ldu", "st")):
         return f"its last modifier, .{kind}, is no type that is modelled" if kind else "it has no type"
     given = ([f".{one}" for one in options if one in group] for group in _EXCLUSIVE)
     return next((f"{' and '.join(several)} exclude each other" for several in given if len(several) > 1), "")
@@ -168,10 +169,12 @@ class Accesses:
         self, modifiers: tuple[str, ...], addresses: np.ndarray, operands: list[Bits], active: np.ndarray
     ) -> Bits | None:
         """Old values of ``atom`` or ``red``; None for a form that is not known."""
+        kind = modifiers[-1]
+        if kind in PACKED:
+            return self._atomic_of_packed(modifiers, addresses, operands, active)
         op = _operation(modifiers)
         if op is None or len(operands) != 1 + (op == "cas"):
             return None
-        kind = modifiers[-1]
         dtype = TYPES[kind]
         sem, scope = _semantics(modifiers), _scope(modifiers, "gpu")
         old = np.zeros(addresses.shape, np.uint64)
@@ -189,6 +192,18 @@ class Accesses:
             old[threads] = seen
         return old
 
+    def _atomic_of_packed(
+        self, modifiers: tuple[str, ...], addresses: np.ndarray, operands: list[Bits], active: np.ndarray
+    ) -> Bits | None:
+        """``atomic`` of several values in a register, each of which is an atomic access."""
+        one, count = PACKED[modifiers[-1]]
+        nbytes, operands = TYPES[one].itemsize, [parts_of(bits, count, 8 * TYPES[one].itemsize) for bits in operands]
+        if len(operands) != 1 or not {"add", "min", "max"} & set(modifiers):
+            return None
+        kinds = (*modifiers[:-1], one)
+        old = [self.atomic(kinds, addresses + np.uint64(i * nbytes), [operands[0][i]], active) for i in range(count)]
+        return packed(old, 8 * nbytes)
+
     def _members(self, addresses: np.ndarray, active: np.ndarray) -> list[np.ndarray]:
         """Addresses at each member of a multicast; threads that are not active may have any."""
         return self._memory.multicast(np.where(active, addresses, addresses[active.argmax()]))
@@ -197,7 +212,8 @@ class Accesses:
         self, modifiers: tuple[str, ...], addresses: np.ndarray, values: list[Bits], active: np.ndarray
     ) -> bool:
         """Execute ``multimem.st``, at one member after the other."""
-        strong = modifiers if {"relaxed", "release"} & set(modifiers) else ("relaxed", "sys", *modifiers)
+        strong = () if {"relaxed", "release"} & set(modifiers) else ("relaxed", "sys")
+        strong = (*strong, *modifiers[:-1], as_bits(modifiers[-1]))
         return all(self.store(strong, at, values, active) for at in self._members(addresses, active))
 
     def multicast_atomic(
@@ -210,16 +226,14 @@ class Accesses:
     def multicast_load(
         self, modifiers: tuple[str, ...], addresses: np.ndarray, active: np.ndarray
     ) -> list[Bits] | None:
-        """Results of ``multimem.ld_reduce.add``, summed in the order of members."""
-        kind, total = modifiers[-1], None
-        if "add" not in modifiers:
+        """Results of ``multimem.ld_reduce``, in the order of members; None for a form that is not known."""
+        op, kind = next((one for one in modifiers if one in _REDUCTIONS), None), modifiers[-1]
+        if op is None:
             return None
-        for at in self._members(addresses, active):
-            parts = self.load(modifiers, at, active)
-            total = parts if total is None else [
-                raw(typed(a, kind) + typed(b, kind)) for a, b in zip(total, parts, strict=True)
-            ]  # fmt: skip
-        return total
+        loads = (*modifiers[:-1], as_bits(kind))
+        parts = [self.load(loads, at, active) for at in self._members(addresses, active)]
+        totals = [reduced(op, kind, values, "acc::f32" in modifiers) for values in zip(*parts, strict=True)]
+        return None if any(total is None for total in totals) else totals
 
     def order(self, name: str, modifiers: tuple[str, ...]) -> bool:
         """Execute a barrier or a fence; False for one that is not known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -147,6 +147,28 @@ def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits 
         return None
     with np.errstate(all="ignore"):
         return _typed_result(name, modifiers, kind, sources)
+
+
+def reduced(op: str, kind: str, values: Sequence[Bits], in_f32: bool) -> Bits | None:
+    """Reduction of values in their order; None for one that is not known.
+
+    ``in_f32``: of a sum, in fp32 and rounded once.
+    """
+    if not in_f32:
+        total: Bits | None = values[0]
+        for value in values[1:]:
+            total = None if total is None else compute(op, (kind,), [total, value])
+        return total
+    one, count = PACKED.get(kind, (kind, 1))
+    width = 8 * TYPES[one].itemsize
+    lanes = zip(*(parts_of(bits, count, width) for bits in values), strict=True)
+    sums = [np.sum([typed(bits, one).astype(np.float32) for bits in lane], axis=0, dtype=np.float32) for lane in lanes]
+    return packed([raw(numerics.convert(total, TYPES[one])) for total in sums], width)
+
+
+def as_bits(kind: str) -> str:
+    """Untyped type of the size of ``kind``."""
+    return f"b{8 * TYPES[kind].itemsize}" if kind in TYPES else f"b{_layout(kind)[0] * _layout(kind)[1]}"
 
 
 def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: list[Bits]) -> Bits | None:

@@ -100,6 +100,25 @@ def test_each_rank_is_a_process(report):
     assert found.ok, str(found)
 
 
+def test_each_rank_and_run_has_modules_of_folders_without_init(report, tmp_path):
+    for name in ("outer/inner/kept.py", "outer/inner/deeper/kept.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("RANKS = []\n")
+    text = """
+        from outer.inner import kept
+        import outer.inner.deeper.kept as deeper
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            for module in (kept, deeper):
+                module.RANKS.append(rank)
+                dist.barrier()
+                assert module.RANKS == [rank]
+    """
+    found = report(text, 2, 3)
+    assert found.ok and not any(name.startswith("outer") for name in sys.modules), str(found)
+
+
 def test_tensors_are_of_the_gpu(report):
     text = """
         def main(rank, size):
@@ -522,6 +541,123 @@ def test_a_module_of_an_installed_package_acts_on_the_ranks_of_each_run(report, 
     assert not module.is_available()
     with pytest.raises(RuntimeError, match="it works only there"):
         module.driver.cuStreamWaitValue32(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("add.acc::f32", "torch.stack(parts).float().sum(0).bfloat16()"),
+        ("add", "parts[0] + parts[1] + parts[2]"),
+        ("max", "torch.stack(parts).amax(0)"),
+    ],
+)
+def test_packed_values_are_reduced_over_a_multicast(report, op, expected):
+    text = f"""
+        @triton.jit
+        def reduces(multicast, out, RANK: tl.constexpr, N: tl.constexpr):
+            at = tl.arange(0, N)
+            source, to = multicast.to(tl.pointer_type(tl.uint64)) + 2 * at, out.to(tl.pointer_type(tl.uint64)) + 2 * at
+            w = tl.inline_asm_elementwise(
+                "multimem.ld_reduce.relaxed.sys.global.{op}.v4.bf16x2 {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,l",
+                [source], dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=False, pack=1,
+            )
+            tl.inline_asm_elementwise(
+                "st.global.v4.b32 [$1], {{$2, $3, $4, $5}}; multimem.st.relaxed.sys.global.v4.bf16x2 [$6], {{$2, $3, $4, $5}};",
+                "=r,l,r,r,r,r,l", [to, w[0], w[1], w[2], w[3], source + (RANK + 1) * 2 * N],
+                dtype=tl.uint32, is_pure=False, pack=1,
+            )
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            torch.manual_seed(0)
+            parts = [torch.randn(256, dtype=torch.bfloat16) for _ in range(size)]
+            box = symm_mem.empty((1 + size) * 256, dtype=torch.bfloat16, device="cuda")
+            handle = symm_mem.rendezvous(box, dist.group.WORLD)
+            box[:256] = parts[rank]
+            handle.barrier()
+            out = torch.empty(256, dtype=torch.bfloat16, device="cuda")
+            reduces[(1,)](handle.multicast_ptr, out, rank, 32)
+            handle.barrier()
+            assert torch.equal(out, {expected}) and torch.equal(box[256:], out.repeat(size))
+    """
+    found = report(text, 3, 2)
+    assert found.ok, str(found)
+
+
+def test_a_custom_operator_has_the_functions_of_each_rank(report):
+    text = """
+        RANK = []
+
+        @torch.library.custom_op("weft_tests::scaled", mutates_args=(), device_types="cuda")
+        def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+            return x * by + RANK[0]
+
+        @scaled.register_fake
+        def _(x, by):
+            return torch.empty_like(x)
+
+        def keep(ctx, inputs, output):
+            ctx.by = inputs[1] + RANK[0]
+
+        def back(ctx, grad):
+            return grad * ctx.by + 10 * RANK[0], None
+
+        scaled.register_autograd(back, setup_context=keep)
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            RANK.append(rank)
+            dist.barrier()
+            for call in (scaled, torch.ops.weft_tests.scaled):
+                x = torch.ones(4, device="cuda", requires_grad=True)
+                y = call(x, 3.0)
+                dist.barrier()
+                y.sum().backward()
+                assert y.tolist() == [3.0 + rank] * 4 and x.grad.tolist() == [3.0 + 11 * rank] * 4
+    """
+    found = report(text, 3, 2)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("kind", ["DEF", "FRAGMENT"])
+def test_operators_of_a_library_have_the_kernels_of_each_rank(report, kind):
+    text = f"""
+        RANK, lib = [], torch.library.Library("weft_tests_{kind}", "{kind}")
+        lib.define("scaled(Tensor x, float by) -> Tensor")
+
+        @torch.library.impl(lib, "scaled", "CUDA")
+        def scaled(x, by):
+            return x * by + RANK[0]
+
+        torch.library.register_fake("weft_tests_{kind}::scaled", lambda x, by: torch.empty_like(x), lib=lib)
+        torch.library.define("weft_tests_{kind}::shifted", "(Tensor x) -> Tensor")
+        torch.library.impl("weft_tests_{kind}::shifted", "cuda", lambda x: x + RANK[0])
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            RANK.append(rank)
+            dist.barrier()
+            x = torch.ones(4, device="cuda")
+            assert torch.ops.weft_tests_{kind}.scaled(x, 3.0).tolist() == [3.0 + rank] * 4
+            assert torch.ops.weft_tests_{kind}.shifted(x).tolist() == [1.0 + rank] * 4
+    """
+    found = report(text, 3, 2)
+    assert found.ok, str(found)
+    assert not hasattr(torch.ops, f"weft_tests_{kind}") or not hasattr(
+        getattr(torch.ops, f"weft_tests_{kind}"), "scaled"
+    )
+
+
+def test_an_operator_that_a_rank_defines_twice_is_refused(report):
+    text = """
+        lib = torch.library.Library("weft_tests_twice", "FRAGMENT")
+        lib.define("same(Tensor x) -> Tensor")
+        lib.define("same(Tensor x) -> Tensor")
+
+        def main(rank, size):
+            pass
+    """
+    assert "with the same name and overload name multiple times" in str(report(text, 1, 1))
 
 
 def test_classes_and_functions_of_triton_may_have_another_name(report):

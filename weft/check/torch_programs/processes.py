@@ -60,16 +60,13 @@ class Process:
 
     def _taken_out(self, shared: set[str]) -> dict[str, ModuleType]:
         """Modules that this rank has imported, taken out of ``sys.modules``."""
-        own = {}
-        for name in list(filterfalse(shared.__contains__, sys.modules)):
-            if _is_installed(sys.modules[name]):
-                shared.add(name)
-            else:
-                own[name] = sys.modules.pop(name)
-        return own
+        new = list(filterfalse(shared.__contains__, sys.modules))
+        # All before the first is taken out: a package without a file looks for its parent there.
+        shared.update([name for name in new if is_installed(sys.modules[name])])
+        return {name: sys.modules.pop(name) for name in new if name not in shared}
 
 
-def _is_installed(module: ModuleType) -> bool:
+def is_installed(module: ModuleType) -> bool:
     """True for a module that all ranks share: of Python, of an installed package, or an extension."""
     file = getattr(module, "__file__", None)
     if file is None:  # a package without a file, or a module that a program has made

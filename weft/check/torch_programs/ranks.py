@@ -75,6 +75,11 @@ class Ranks:
         self.ranks = [Rank(rank, Process(rank, size)) for rank in range(size)]
         self.meetings: dict[str, Meeting] = {}
         self._shared: set[str] = set()
+        # Operators: custom ones by name, ranks that define one, kernels of ranks, libraries that end with the run.
+        self.operators: dict[str, Any] = {}
+        self.defined: dict[str, set[int]] = {}
+        self.kernels: dict[tuple[str, str], dict[int, Any]] = {}
+        self.libraries: list[Any] = []
         self.stand_ins: dict[tuple[object, str], Any] = {}  # for members of modules, by module and name
         self._stack = ExitStack()
         # External functions of kernels by symbol; ``patches`` gives them.

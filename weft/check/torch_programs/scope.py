@@ -12,13 +12,15 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._library.custom_ops
+import torch._library.triton
 import torch.autograd
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.multiprocessing
 import torch.utils._triton
 
-from weft.check.torch_programs import devices, drivers, streams
+from weft.check.torch_programs import devices, drivers, operators, streams
 from weft.check.torch_programs.groups import Group, Groups
 from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.ranks import ranks_if_running
@@ -40,6 +42,7 @@ def patches(ranks: Ranks) -> Iterator[None]:
     made = Patches()
     groups = Groups(ranks)
     memory = SymmetricMemory(ranks, groups)
+    define_op = partial(operators.custom_op, ranks, torch._library.custom_ops.custom_op)
     ranks.functions = Nvshmem(ranks).function
     try:
         for owner, members in (
@@ -54,6 +57,10 @@ def patches(ranks: Ranks) -> Iterator[None]:
             (torch._C._distributed_c10d, {"_SymmetricMemory": _symmetric(memory)["_SymmetricMemory"]}),
             (testing, {"do_bench": drivers.benchmark, "do_bench_cudagraph": drivers.benchmark_graph}),
             (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
+            (torch.library, {"custom_op": define_op}),
+            (torch._library.custom_ops, {"custom_op": define_op}),
+            (torch._library.triton, {"custom_op": define_op}),
+            (torch.library.Library, operators.library(ranks)),
             (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
             (_nvshmem_functions(), {"requires_nvshmem": _itself}),
         ):
@@ -65,6 +72,8 @@ def patches(ranks: Ranks) -> Iterator[None]:
             yield
     finally:
         made.restore()
+        for library in ranks.libraries:
+            library._destroy()
 
 
 @cache

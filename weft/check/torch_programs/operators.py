@@ -1,6 +1,6 @@
 """Custom operators of a torch program: torch's registry has one for all ranks, which leads to theirs.
 
-Each rank loads the program's modules, and torch gives up or refuses an operator that is defined once more under its name.
+Each rank loads the program's modules, and torch destroys or refuses an operator that is defined once more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ for _name in _FUNCTIONS:
 
 
 def custom_op(ranks: Ranks, define: Callable[..., Any], name: str, fn: Any = None, /, **options: Any) -> Any:
-    """Stand-in for ``torch.library.custom_op``, which is ``define``."""
+    """Stand-in for ``torch.library.custom_op``, which is ``define``. Operators of torch stay as they are."""
+    if _caller().partition(".")[0] == "torch":
+        return define(name, fn, **options)
     if fn is None:
         return partial(custom_op, ranks, define, name, **options)
     operator = ranks.operators.get(name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from tests.limits import ANSWER
 from weft.simulator.interpreter.patching import is_active
 
 
@@ -77,7 +78,7 @@ def test_one_interrupt_ends_a_loop_of_host_code(reads):
     def press():
         begun.wait()
         time.sleep(0.05)
-        while not presses or len(presses) < 2 and not ended.wait(5):
+        while not presses or len(presses) < 2 and not ended.wait(ANSWER):
             presses.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
 
     threading.Thread(target=press).start()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LAB = Path(__file__).parent / "lab"
-FOLDERS = ("h200-x2-vllm-0.26", "h200-x4-vllm-0.26")
+FOLDERS = ("h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x4-vllm-0.26")
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
 HEAD = """# weft beside vLLM
 
@@ -23,15 +23,17 @@ The same requests, answered by each engine on the same GPUs, one engine after th
 of random tokens, greedy answers of 65 tokens, no prefix caching. *First* is the time of `generate()` for one token, *a token*
 the further time divided by the further tokens, *tokens/s* the new tokens of all sequences over the whole time. Ratios are
 the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
-`python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [two](../benchmarks/lab/FOLDER) and
-[four GPUs](../benchmarks/lab/OTHER).
+`python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [one](../benchmarks/lab/FOLDER0),
+[two](../benchmarks/lab/FOLDER1) and [four GPUs](../benchmarks/lab/FOLDER2).
 
 vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, vLLM's all-reduce, its tuned tables of experts, and
 for blocks of fp8 the kernels that it chooses itself. It captures graphs of exactly the measured batches. Left out of its
 package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
 kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its
 KV cache has a fixed size, because several engines start at the same time; one is measured while the others wait.
-""".replace("FOLDER", FOLDERS[0]).replace("OTHER", FOLDERS[1])
+"""
+for number, folder in enumerate(FOLDERS):
+    HEAD = HEAD.replace(f"FOLDER{number}", folder)
 SGLANG = """
 SGLang runs with its defaults for Hopper: CUDA graphs of prompts and of decode steps, the overlapped scheduler,
 FlashAttention 3, its all-reduce, FlashInfer's fused one for mixtures, DeepGEMM for dense layers in blocks of fp8, and
@@ -100,7 +102,9 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         if ratios[other["engine"]]
     ]
     ready = [f", {OTHERS[other['engine']]} after {other['ready_seconds']:.0f} s" for other in others if other["rows"]]
-    notes = [f"{OTHERS[other['engine']]}: {other['note']}." for other in others if "note" in other]
+    notes = [
+        f"{(OTHERS | {'weft': 'weft'})[one['engine']]}: {one['note']}." for one in (ours, *others) if "note" in one
+    ]
     lines += [
         "",
         *notes,

@@ -7,7 +7,8 @@
 # ARCHIVES      vllm.tar.xz, sglang.tar.xz or both with a comma between (benchmarks/engine_archive.py): packages that are not
 #               installed, each unpacked once into a folder of its own; an engine without an archive is left out. "-": all are installed
 # QUANTIZATION  fp8, or bf16
-# CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory
+# CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
+#               gated delta nets there, one for each draft too: on one of two GPUs 300 MB a sequence of Qwen3.6-27B with three
 # DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #

@@ -482,7 +482,8 @@ def test_a_rank_that_stays_answers_as_an_engine_until_it_dies(byte_model, as_pro
 
 def test_a_call_of_a_rank_that_is_closed_meanwhile_is_refused(byte_model, as_processes):
     ranks = as_processes(byte_model)
-    late = ranks.ask(([PROMPTS[0]], [SamplingParams(max_tokens=6)]), lambda stats: None)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)  # not answered by the next line
+    late = ranks.ask(([PROMPTS[0]], [params]), lambda stats: None)
     ranks.close()
     with pytest.raises(WeftError, match="this LLM is closed"):
         list(late)

@@ -270,3 +270,17 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
 
     with pytest.raises(AssertionError, match="wrong"):
         weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("ring", [6, 5])
+def test_programs_of_a_step_do_not_overwrite_what_others_read(ring):
+    """Two heads share a key head, whose program keeps its inputs. Planted: a ring without room for the pending token."""
+
+    def main(team):
+        lengths, slots = places([8, 9, 0, 0], [0, 1], "cpu")
+        tokens = ops.DeltaTokens(lengths, slots, torch.tensor([1, 0], dtype=torch.int32))
+        for _ in range(2):
+            ops.gated_delta_net_step(*step_arguments()[:5], kept_by(2, ring, FP32, "cpu"), tokens)
+
+    report = weft.check.check(main, 1, schedules=4)
+    assert report.ok == (ring == 6), str(report)

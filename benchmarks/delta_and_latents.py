@@ -91,7 +91,8 @@ def steps(key_heads: int, heads: int, batch: int, queries: int) -> Iterator[tupl
     """Of ``queries`` new tokens of each sequence, after half as many drafts that the state does not have yet."""
     sizes, rows, pending = DeltaSizes(key_heads, heads, 128, 128), batch * queries, queries // 2
     lengths = [100 + token for _ in range(batch) for token in range(1, queries + 1)]
-    given = ops.DeltaTokens(places(lengths), places(list(range(batch))), places([pending] * batch) if pending else None)
+    drafted = (places([pending] * batch), queries - 1) if pending else ()
+    given = ops.DeltaTokens(places(lengths), places(list(range(batch))), *drafted)
     qkv, z, of, weight = (
         draw(rows, sizes.columns),
         draw(rows, heads * 128),
@@ -123,10 +124,11 @@ def error_of_step(
     """Largest error of the first sequence's rows over the largest result, against the op's reference in fp64."""
     first, new = ops.DeltaSlots(*(part[:1].double().cpu() for part in kept)), tokens.queries
     out = ops.gated_delta_net_step(qkv, z, of, weight, norm, kept, tokens)[:new].double().cpu()
-    case = Case("gated_delta_net_step", 1, qkv.dtype, (*sizes_of(qkv, kept.state), TAPS, new))
+    sizes = (*sizes_of(qkv, kept.state), TAPS, new)
+    case = Case(op="gated_delta_net_step", world_size=1, dtype=qkv.dtype, sizes=sizes)
     inputs = (qkv[:new], z[:new], of.a[:new], of.b[:new], of.A_log, of.dt_bias, weight, norm[0])
     pending = None if tokens.pending is None else tokens.pending[:1].cpu()
-    one = ops.DeltaTokens(tokens.lengths[:new].cpu(), tokens.slots[:1].cpu(), pending)
+    one = ops.DeltaTokens(tokens.lengths[:new].cpu(), tokens.slots[:1].cpu(), pending, tokens.most_pending)
     wanted = GATED_DELTA_NET_STEP.of_tokens(case, one, [x.double().cpu() for x in inputs] + list(first))[0]
     return ((out - wanted).abs().max() / wanted.abs().max()).item()
 

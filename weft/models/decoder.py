@@ -448,7 +448,7 @@ class Decoder(nn.Module):
         if states is None:
             return step
         slots, pending = states.verified(batch)
-        return replace(step, state_slots=slots, state_pending=pending)
+        return replace(step, state_slots=slots, state_pending=pending, most_pending=states.drafts)
 
     def prefill_step(
         self,

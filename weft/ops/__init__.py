@@ -81,3 +81,14 @@ decode_places = decode_metadata
 embed_rows = vocab_embedding
 join_words = join_argmax
 likelihood_above = top_p_mass
+
+_GONE = {
+    "causal_conv1d_update": "gated_delta_net_step, which computes the delta rule and its norm too",
+    "recurrent_gated_delta_rule": "gated_delta_net_step, which computes the convolution and the norm too",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise AttributeError(f"weft.ops.{name} is gone; call weft.ops.{_GONE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

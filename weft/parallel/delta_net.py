@@ -60,7 +60,7 @@ def _step(qkv: Tensor, gates: Gates, w: DeltaWeights, kept: DeltaSlots, step: St
     """Convolution and rule of a decode step, [T, value heads, V]: pending tokens come first."""
     lengths, slots = step.lengths.view(-1, step.queries), step.state_slots.long()
     count, queries, lags, ring = len(slots), step.queries, w.conv.shape[1] - 1, kept.inputs.shape[1]
-    most = 0 if step.state_pending is None else ring - lags - queries
+    most = step.most_pending
     before, new = lengths[:, :1].long() - 1, lengths > 0
     place = torch.arange(-most, queries, device=slots.device)
     position = before + place

@@ -26,7 +26,7 @@ class DeltaStates:
 
     kept     ``DeltaSlots`` with the layers as a first dimension; its rings hold the inputs of the convolution, of a step's
              tokens and of the pending ones
-    slots    batch slots; pending: int32 [slots]
+    slots    batch slots; pending: int32 [slots]; drafts: of a slot in a step at most
     number of a layer among the layers with a state, or with pages, by its index; has_state: which it is
     """
 
@@ -42,7 +42,6 @@ class DeltaStates:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`drafts`: of a slot in a step at most."""
         self.padding = slots + snapshots
         size, ring, heads = (sum(has_state), self.padding + 1), taps + 2 * drafts, sizes.value_heads
         self.kept = DeltaSlots(
@@ -50,7 +49,7 @@ class DeltaStates:
             torch.zeros(*size, ring, 2 * heads, dtype=dtype, device=device),
             torch.zeros(*size, heads, sizes.K, sizes.V, device=device),
         )
-        self.slots, self.pending = slots, torch.zeros(slots, dtype=torch.int32, device=device)
+        self.slots, self.drafts, self.pending = slots, drafts, torch.zeros(slots, dtype=torch.int32, device=device)
         self._numbers = torch.arange(slots, dtype=torch.int32, device=device)
         self.has_state = tuple(has_state)
         self.number = tuple(sum(one == has for one in has_state[:index]) for index, has in enumerate(has_state))

@@ -151,7 +151,7 @@ def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: ops.DeltaSl
     """``weft.parallel.delta_net.delta_net``: one launch of a decode step, five of a prefill."""
     qkv, z, gates = parts_of(projected, w)
     if not step.is_prefill:
-        tokens = ops.DeltaTokens(step.lengths, step.state_slots, step.state_pending)
+        tokens = ops.DeltaTokens(step.lengths, step.state_slots, step.state_pending, step.most_pending)
         return ops.gated_delta_net_step(qkv, z, gates, w.conv, (w.norm.weight, w.norm.eps), kept, tokens)
     mixed = ops.causal_conv1d(qkv, w.conv, kept.inputs, step.state_chunks)
     out = ops.gated_delta_rule(mixed, gates, kept.state, step.state_chunks)

@@ -127,7 +127,7 @@ class Step:
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
     state_slots  [B] int32: indices of the sequences' states; None: no layer has any. state_chunks: fused prefill, the same
-    state_pending  [B] int32: decode, of ops.DeltaTokens; None: no step has drafts
+    state_pending  [B] int32: decode, with most_pending of ops.DeltaTokens; None: no step has drafts
     adapters   [T] int32: number of each token's adapter, -1: none; None: no token has one
     plan       the recipe, and why
     """
@@ -146,6 +146,7 @@ class Step:
     queries: int = 1
     state_slots: torch.Tensor | None = None
     state_pending: torch.Tensor | None = None
+    most_pending: int = 0
     state_chunks: ops.SequenceChunks | None = None
     adapters: torch.Tensor | None = None
 

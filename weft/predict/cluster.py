@@ -79,9 +79,10 @@ def memory_of(
     page = max(1, paged) * page_size * elements * layout.cache_bytes
     slot = 0
     if linear is not None:
-        # The states in fp32, and the convolution's last inputs.
+        # The states in fp32, and the inputs of the last tokens; those of drafts are few bytes more.
         state = 4 * linear.value_heads * linear.value_dim * linear.key_dim
-        state += linear.taps * linear.parameters * config.dtype.itemsize
+        columns = 2 * linear.key_heads * linear.key_dim + linear.value_heads * (linear.value_dim + 2)
+        state += linear.taps * columns * config.dtype.itemsize
         slot = sum(linear.layers[layer] for layer in layers) * state // layout.world_size
     left = cluster.memory_bytes - weights - activations - CONTEXT_BYTES - HEAP_BYTES - GRAPH_BYTES
     return Memory(

@@ -21,8 +21,8 @@ from weft.runtime.arithmetic import cdiv
 
 # Small kernels of a step with drafts: look-up, positions, acceptance, slots. An estimate.
 DRAFTING = 8
-# Of gated delta nets, by decode steps of Qwen3.6-27B on two H200s, 8.04 to 17.06 ms at 1 to 128 sequences: factor of the time
-# of states, which the kernel reads more slowly than the memory gives them, and small launches of torch.
+# Of gated delta nets, by decode steps of Qwen3.6-27B on two H200s, 8.04 to 17.06 ms at 1 to 128 sequences, when a layer had
+# three launches: factor of the time of states, which the kernel reads more slowly than the memory gives them; small launches.
 STATES, PARTS = 1.5, 5
 
 

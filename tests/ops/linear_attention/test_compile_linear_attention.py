@@ -50,7 +50,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None):
             constants = {"SIZES": sizes, "TAPS": 4, "RING": most + 3, "QUERIES": queries}
             constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
             places = step.DeltaSlots(x, x, FP32), step.DeltaTokens(INTS, INTS, INTS if queries > 1 else None)
-            arguments = *given, *given, gates, strides, x, x, *places, FP32, x, 0.1, 1e-6
+            arguments = *given, *given, gates, strides, x, x, *places, x, x, 0.1, 1e-6
             options |= step.step_options(sizes, caps)
             return compiled(step.gated_delta_net_step_kernel, *arguments, **constants, **options)
         case "norm":
@@ -81,7 +81,7 @@ def test_other_heads_compile_and_fit(dtype, D, name):
 def test_no_thread_has_a_stack(name, arch, tmp_path):
     kernel = built(name, arch)
     # sm_80 holds a part of the state and the operands of dots in registers: ten of them spill. A step holds a state.
-    spilled = 40 if (name, arch) == ("scan", "sm_80") else 80 if name == "step" else 0
+    spilled = {("scan", "sm_80"): 40, ("step", "sm_80"): 64, ("step", "sm_90"): 8}.get((name, arch), 0)
     assert stack_bytes(kernel, tmp_path) <= spilled
     if arch == "sm_90":
         check_machine_code(kernel, tmp_path, spilled)
@@ -118,7 +118,7 @@ def test_a_descriptor_that_is_not_whole_is_found(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_steps_with_drafts_spill_few_registers(arch, tmp_path):
-    assert stack_bytes(built("step", arch, queries=4), tmp_path) <= 96
+    assert stack_bytes(built("step", arch, queries=4), tmp_path) <= 80
 
 
 @pytest.mark.triton_internals

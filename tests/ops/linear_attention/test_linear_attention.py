@@ -90,7 +90,7 @@ def test_steps_go_on_after_a_prompt_and_rejected_tokens_are_left_out(length, acc
         def step(rows, before, pending):
             rows = torch.tensor(rows, device=x.device)
             lengths, slots = places([before + n + 1 for n in range(len(rows))], [1], x.device)
-            tokens = ops.DeltaTokens(lengths, slots, torch.tensor([pending], dtype=torch.int32, device=x.device))
+            tokens = ops.DeltaTokens(lengths, slots, torch.tensor([pending], dtype=torch.int32, device=x.device), 2)
             return ops.gated_delta_net_step(x[rows], z[rows], rows_of(gates, rows), weight, norm, kept, tokens)
 
         whole = prompt(total, 2)
@@ -182,6 +182,11 @@ def step_arguments():
     return x, z, gates, torch.ones(COLUMNS, TAPS), (torch.ones(V), 1e-6), kept, tokens
 
 
+def with_pending(pending, most, first=9):
+    lengths, slots = places([first, first + 1, first, first + 1], [0, 1], "cpu")
+    return ops.DeltaTokens(lengths, slots, torch.tensor(pending, dtype=torch.int32), most)
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [
@@ -191,7 +196,7 @@ def step_arguments():
         ("norm[0] has shape (3,); it must be (32,)", {4: (torch.ones(3), 1e-6)}),
         ("kept=5 are not DeltaSlots", {5: 5}),
         (
-            "kept.inputs has 4 rows of a sequence; 2 new tokens and a convolution over 4 need 5",
+            "kept.inputs has 4 rows of a sequence; 2 new tokens, most_pending=0 and a convolution over 4 need 5",
             {5: kept_by(3, 4, FP32, "cpu")},
         ),
         (
@@ -272,15 +277,22 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
         weft.simulate(main, 1)
 
 
-@pytest.mark.parametrize("ring", [6, 5])
-def test_programs_of_a_step_do_not_overwrite_what_others_read(ring):
+@pytest.mark.parametrize("declared", [True, False])
+def test_programs_of_a_step_do_not_overwrite_what_others_read(declared, monkeypatch):
     """Two heads share a key head, whose program keeps its inputs. Planted: a ring without room for the pending token."""
+    if not declared:
+        monkeypatch.delattr(gated_delta_net_step.GatedDeltaNetStep, "examine")
 
     def main(team):
-        lengths, slots = places([8, 9, 0, 0], [0, 1], "cpu")
-        tokens = ops.DeltaTokens(lengths, slots, torch.tensor([1, 0], dtype=torch.int32))
         for _ in range(2):
-            ops.gated_delta_net_step(*step_arguments()[:5], kept_by(2, ring, FP32, "cpu"), tokens)
+            kept = kept_by(2, 6 if declared else 5, FP32, "cpu")
+            ops.gated_delta_net_step(*step_arguments()[:5], kept, with_pending([1, 0], int(declared)))
 
     report = weft.check.check(main, 1, schedules=4)
-    assert report.ok == (ring == 6), str(report)
+    assert report.ok == declared, str(report)
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_update", "recurrent_gated_delta_rule"])
+def test_a_name_that_is_gone_says_what_to_call(name):
+    with pytest.raises(AttributeError, match=f"weft.ops.{name} is gone; call weft.ops.gated_delta_net_step"):
+        getattr(ops, name)

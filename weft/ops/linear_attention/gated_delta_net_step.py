@@ -9,7 +9,7 @@ and writes S once, whatever the number of its tokens, and nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from weft.ops.linear_attention.gated_delta_rule import delta_inputs
 from weft.ops.linear_attention.sequence_chunks import check_columns
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import Op, register
-from weft.ops.registration import check_scalar
+from weft.ops.registration import check_count, check_scalar
 from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
@@ -61,21 +61,26 @@ class DeltaSlots(NamedTuple):
 
 
 class DeltaTokens(NamedTuple):
-    """Few new tokens of each of B sequences, in rows that follow each other. All int32.
+    """Few new tokens of each of B sequences, in rows that follow each other. All tensors int32.
 
     lengths  [T]: tokens of the sequence up to and with a row's; 1: its state begins as zeros; 0: padding, after its sequence's
              new tokens, whose row of the result is undefined
     slots    [B]: index of a sequence's state; no two sequences with tokens have the same
-    pending  [B]: tokens before the new ones that the state does not have yet, whose inputs are in the slot; None: none. They,
-             the new ones of a sequence and the tokens of the convolution before them are at most ``ring``
+    pending  [B]: tokens before the new ones that the state does not have yet, whose inputs are in the slot; None: none
+    most_pending  the largest number that ``pending`` may have
     """
 
     lengths: torch.Tensor
     slots: torch.Tensor
     pending: torch.Tensor | None = None
+    most_pending: int = 0
 
     def to(self, device: torch.device) -> DeltaTokens:
-        return DeltaTokens(*(None if x is None else x.to(device) for x in self))
+        return self.mapped(lambda x: x.to(device))
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DeltaTokens:
+        pending = None if self.pending is None else change(self.pending)
+        return DeltaTokens(change(self.lengths), change(self.slots), pending, self.most_pending)
 
     @property
     def queries(self) -> int:
@@ -107,7 +112,7 @@ def convolved_tokens(
     RING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """silu of the convolution at ``position`` [n], rounded to x's dtype, in fp32: [n, columns].
+    """silu of the convolution at ``position`` [n]: [n, columns] in fp32.
 
     x  row ``before`` of the sequence: rows from there to ``end`` are new, the ones before are kept in ``inputs``
     """
@@ -119,7 +124,7 @@ def convolved_tokens(
         value = tl.load(x + (at - before) * stride + column[None, :], mask=new, other=0).to(tl.float32)
         value += tl.load(inputs + at % RING * COLUMNS + column[None, :], mask=old, other=0).to(tl.float32)
         acc += value * tl.load(conv + column * TAPS + (TAPS - 1 - lag)).to(tl.float32)[None, :]
-    return (acc * tl.sigmoid(acc)).to(x.dtype.element_ty).to(tl.float32)
+    return acc * tl.sigmoid(acc)
 
 
 @triton.jit
@@ -149,9 +154,9 @@ def gated_delta_net_step_kernel(
     grid: (sequences, value heads)
     qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
-    mixed  fp32 [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v as the rule takes them, written and read by
-           one program
-    SOME, MOST  powers of two: at least QUERIES, and at least QUERIES with the most pending tokens that the ring can have
+    mixed  [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v after the convolution, written and read by one
+           program
+    SOME, MOST  powers of two: at least QUERIES, and at least QUERIES and the most pending tokens
 
     Programs share no element of a state. They read inputs and rates that are kept of tokens before the new ones, and keep the
     new ones, each column by one program: the ring holds both, so no program overwrites what another one reads.
@@ -191,13 +196,11 @@ def gated_delta_net_step_kernel(
     k_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, k_at, TAPS, RING, C)
     q_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, q_at, TAPS, RING, C)
     v_rows = convolved_tokens(x, stride, inputs, position, before, end, conv, v_at, TAPS, RING, C)
-    k_rows *= tl.rsqrt(tl.sum(k_rows * k_rows, 1) + L2_EPS)[:, None]
-    q_rows *= (tl.rsqrt(tl.sum(q_rows * q_rows, 1) + L2_EPS) * scale)[:, None]
     mixed += (sequence * H + head) * (MOST * WIDTH)
     rows = mixed + tl.arange(0, MOST)[:, None] * WIDTH
-    tl.store(rows + of_key[None, :], k_rows)
-    tl.store(rows + K + of_key[None, :], q_rows)
-    tl.store(rows + 2 * K + of_value[None, :], v_rows)
+    tl.store(rows + of_key[None, :], k_rows.to(dtype))
+    tl.store(rows + K + of_key[None, :], q_rows.to(dtype))
+    tl.store(rows + 2 * K + of_value[None, :], v_rows.to(dtype))
     first_of_key = head % (H // SIZES.key_heads) == 0
     keep_inputs(x, stride, inputs, position, before, end, q_at, first_of_key, RING, C)
     keep_inputs(x, stride, inputs, position, before, end, k_at, first_of_key, RING, C)
@@ -210,15 +213,17 @@ def gated_delta_net_step_kernel(
         b = tl.load(gates.b + row * strides[1] + head, mask=token >= pending, other=0)
         a += tl.load(its_rates, mask=token < pending, other=0)
         b += tl.load(its_rates + H, mask=token < pending, other=0)
-        k = tl.load(mixed + token * WIDTH + key)
-        v = tl.load(mixed + token * WIDTH + 2 * K + value)
+        k = tl.load(mixed + token * WIDTH + key).to(tl.float32)
+        v = tl.load(mixed + token * WIDTH + 2 * K + value).to(tl.float32)
+        k *= tl.rsqrt(sum_over_keys(k * k)[None, :, None, :] + L2_EPS)
         S *= tl.exp(-rate * softplus(a.to(tl.float32) + bias))
         delta = (v - sum_over_keys(S * k)) * tl.sigmoid(b.to(tl.float32))
         S += k * delta[None, :, None, :]
         if token >= pending:
             if token == pending:
                 tl.store(state, S)
-            q = tl.load(mixed + token * WIDTH + K + key)
+            q = tl.load(mixed + token * WIDTH + K + key).to(tl.float32)
+            q *= tl.rsqrt(sum_over_keys(q * q)[None, :, None, :] + L2_EPS) * scale
             gate = tl.load(z + row * z_stride + head * V + value).to(tl.float32)
             result = sum_over_keys(S * q).to(dtype).to(tl.float32)
             squares = tl.sum(tl.sum(result * result, 1), 0)
@@ -274,11 +279,11 @@ def gated_delta_net_step(
         raise ValueError(
             f"{name}: kept.rates has strides {kept.rates.stride()}; it is written in place, so pass it contiguous"
         )
-    needed = conv.shape[1] - 1 + tokens.queries if len(tokens.slots) else 0
-    if ring < needed:
+    new, most = (tokens.queries, tokens.most_pending) if len(tokens.slots) else (0, 0)
+    if ring < (needed := conv.shape[1] - 1 + new + most):
         raise ValueError(
-            f"{name}: kept.inputs has {ring} rows of a sequence; {tokens.queries} new tokens and a convolution over "
-            f"{conv.shape[1]} need {needed}, and one more for each pending token"
+            f"{name}: kept.inputs has {ring} rows of a sequence; {new} new tokens, most_pending={most} and a convolution over "
+            f"{conv.shape[1]} need {needed}"
         )
     return GATED_DELTA_NET_STEP.dispatch(qkv, z, gates, conv, weight, eps, kept, tokens)
 
@@ -303,6 +308,7 @@ def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
     batch = len(tokens.slots)
     if count % batch if batch else count:
         raise ValueError(f"{op}: {count} rows of {batch} slots; pass as many rows of every sequence")
+    check_count(op, "tokens.most_pending", tokens.most_pending)
     if tokens.pending is not None:
         check_shape(op, "tokens.pending", tokens.pending, (batch,))
 
@@ -379,6 +385,18 @@ class GatedDeltaNetStep(Op):
             for queries, ring in ((1, 7), (4, 10)):
                 yield self.case_of((8, 24, 128, 128, 4, queries), dtype, 1, ring=ring, lengths=sequences)
 
+    def examine(self, given: Mapping[str, Any]) -> None:
+        """ValueError for more pending tokens than there may be."""
+        if (pending := given["pending"]) is None or pending.numel() == 0:
+            return
+        before = given["lengths"].view(len(pending), -1)[:, 0] - 1
+        most = torch.where(before > 0, before.clamp(max=given["most_pending"]), pending)
+        if ((pending < 0) | (pending > most)).any():
+            raise ValueError(
+                f"gated_delta_net_step: tokens.pending={quoted(pending.tolist())} are not in 0 .. "
+                f"most_pending={given['most_pending']}, or more than the tokens before"
+            )
+
     def forward(
         self,
         qkv: torch.Tensor,
@@ -393,15 +411,15 @@ class GatedDeltaNetStep(Op):
         out, sizes = self.fake(qkv, z, gates, conv, norm, eps, kept, tokens), sizes_of(qkv, kept.state)
         if out.numel() > 0:
             taps, ring, queries = conv.shape[1], kept.inputs.shape[1], tokens.queries
-            most = queries if tokens.pending is None else ring + 1 - taps
+            most = queries + (0 if tokens.pending is None else tokens.most_pending)
             constants = {"SIZES": sizes, "TAPS": taps, "RING": ring, "QUERIES": queries}
             constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
             given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
-            places = DeltaTokens(*(None if x is None else x.contiguous() for x in tokens))
+            places = tokens.mapped(torch.Tensor.contiguous)
             options = step_options(sizes, capabilities_of(qkv.device))
             grid = len(tokens.slots), sizes.value_heads
             shape = (*grid, constants["MOST"], 2 * sizes.K + sizes.V)
-            mixed = qkv.new_empty(shape, dtype=torch.float32)
+            mixed = qkv.new_empty(shape)
             arguments = *given, kept, places, mixed, out, sizes.K**-0.5, eps
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
         return out
@@ -434,7 +452,7 @@ def tokens_of(case: Case) -> DeltaTokens:
     pending = [one for _, one in sequences]
     slots = range(len(sequences), 0, -1)
     lengths, slots, pending = (torch.tensor(x, dtype=torch.int32) for x in (lengths, slots, pending))
-    return DeltaTokens(lengths, slots, pending if pending.any() else None)
+    return DeltaTokens(lengths, slots, *((pending, int(pending.max())) if pending.any() else ()))
 
 
 GATED_DELTA_NET_STEP = GatedDeltaNetStep()

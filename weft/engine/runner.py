@@ -379,6 +379,7 @@ class Runner:
             free.append(free_bytes(self.team.device))
         self.graphs.clear()
         self.prompts.forget_warm()
+        self.decoding.cache = None  # its states have the size of the real one's
         first, second = (before - after for before, after in pairwise(free))
         graphs = sum(2 * self.pipeline.stages - 1 if isinstance(size, Turn) else 1 for size, _ in sizes)
         return max(0, first) + max(0, second) * (graphs - 1)

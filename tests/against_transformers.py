@@ -124,6 +124,7 @@ FAMILIES = {
         "family": "Glm4",
         "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     },
+    "ernie4.5": {"family": "Ernie4_5", "tied": True},
     "gemma3-plain-scale": {
         "family": "Gemma3Text",
         "sliding_window": 5,

@@ -253,6 +253,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "smollm3-2",
             "phi3-long",
             "glm4-8",
+            "ernie4.5-2",
             "qwen3-next-2",
             "qwen3.5-moe",
             "olmoe",

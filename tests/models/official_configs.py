@@ -619,6 +619,12 @@ CONFIGS = {
         "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "transformers_version": "4.52.0.dev0", "vocab_size": 151552,
     },
+    "ERNIE-4.5-0.3B-PT": COMMON | {
+        "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_size": 1024,
+        "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,
+        "num_hidden_layers": 18, "num_key_value_heads": 2, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 500000.0, "transformers_version": "4.54.0.dev0", "use_bias": False, "vocab_size": 103424,
+    },
     "Yi-1.5-9B": COMMON | {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
         "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",

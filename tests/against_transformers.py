@@ -98,6 +98,9 @@ FAMILIES = {
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
     "olmo2": {"family": "Olmo2", "kv_heads": 4},
     "olmo3": {"family": "Olmo3", **ALTERNATING, "rope_parameters": YARN_OF_TYPES},
+    "exaone4": {"family": "Exaone4", **ALTERNATING},
+    "exaone4-pattern": {"family": "Exaone4", "sliding_window": 5, "sliding_window_pattern": 2, "tied": True},
+    "exaone4-no-window": {"family": "Exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
     "granite": {"family": "Granite", "initializer_range": 0.2, **GRANITE, "tied": True},
     "gemma2": {
         "family": "Gemma2",

@@ -254,6 +254,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "phi3-long",
             "glm4-8",
             "ernie4.5-2",
+            "exaone4-4",
             "qwen3-next-2",
             "qwen3.5-moe",
             "olmoe",

@@ -619,6 +619,17 @@ CONFIGS = {
         "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "transformers_version": "4.52.0.dev0", "vocab_size": 151552,
     },
+    "EXAONE-4.0-32B": COMMON | {
+        "architectures": ["Exaone4ForCausalLM"], "attn_implementation": "flash_attention_2", "bos_token_id": 1,
+        "eos_token_id": 361, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 27392, "model_type": "exaone4",
+        "max_position_embeddings": 131072, "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+        "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": 4,
+        "tie_word_embeddings": False, "transformers_version": "4.54.0.dev0", "vocab_size": 102400,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
     "ERNIE-4.5-0.3B-PT": COMMON | {
         "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_size": 1024,
         "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,

@@ -64,7 +64,8 @@ SAMPLE = [
     ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"), ("olmo2", 8, "ag_rs"), ("olmo2", 3, "gemm_ar"),
     ("olmo3", 4, "gemm_ar"), ("granite", 2, "ag_rs"), ("gemma2", 8, "gemm_ar"), ("gemma3", 3, "ag_rs"),
     ("smollm3", 2, "gemm_ar"), ("smollm3-window", 4, "ag_rs"), ("phi3", 3, "ag_rs"), ("phi3-long", 4, "gemm_ar"),
-    ("glm4", 8, "ag_rs"), ("ernie4.5", 2, "gemm_ar"), ("ernie4.5", 3, "ag_rs"),
+    ("glm4", 8, "ag_rs"), ("exaone4", 4, "gemm_ar"), ("exaone4-pattern", 3, "ag_rs"), ("exaone4-no-window", 2, "ag_rs"),
+    ("ernie4.5", 2, "gemm_ar"), ("ernie4.5", 3, "ag_rs"),
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
     ("qwen3.5", 4, "gemm_ar"), ("qwen3.5-moe", 2, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
@@ -130,10 +131,11 @@ ONE_LAYER = {
     },
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss")
+        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4")
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
     **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
+    "exaone4-no-window": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "glm4-moe-lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
@@ -141,7 +143,7 @@ KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
     ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", True), ("glm4-moe", 2, "gemm_ar", True),
-    ("granite", 2, "gemm_ar", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
+    ("granite", 2, "gemm_ar", True), ("exaone4", 2, "ag_rs", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
 ]  # fmt: skip
@@ -556,6 +558,7 @@ MUTANTS = [
     ("phi3-long", with_rotary("short_factors", original_max_position_embeddings=256)),
     ("phi3-long", with_rotary("no_attention_factor", attention_factor=1.0)),
     *(("glm4", mistake) for mistake in (whole_heads_rotated, pairs_of_the_checkpoint_kept)),
+    *(("exaone4", mistake) for mistake in (windows_of_other_layers, rotated_everywhere, norms_before_in_place_of_after)),
     ("ernie4.5", pairs_of_the_checkpoint_kept),
     *(("olmoe", mistake) for mistake in (norms_of_own_heads, with_gating(renormalize=True))),
     *(("granitemoe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, without("block", "residual_scale"))),

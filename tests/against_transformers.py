@@ -64,10 +64,11 @@ SHARED_SPARSE_NEXT = {
 FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 SOME_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 # Weights large enough that the bias of the choice does not decide it alone.
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
 ROUTED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    "rope_parameters": HALF_ROTATED,
 }  # fmt: skip
 CLAMPED = SOME_EXPERTS | {"intermediate_size": 48, "swiglu_alpha": 1.3, "swiglu_limit": 0.5}
 # Heads whose values have another size than their keys, and norms whose eps is not rms_norm_eps.
@@ -123,10 +124,7 @@ FAMILIES = {
     "phi3": {"family": "Phi3", "hidden_size": 128, "sliding_window": 5},
     "phi3-short": {"family": "Phi3", **PHI, "original_max_position_embeddings": 256},
     "phi3-long": {"family": "Phi3", **PHI, "original_max_position_embeddings": 8},
-    "glm4": {
-        "family": "Glm4",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
-    },
+    "glm4": {"family": "Glm4", "rope_parameters": HALF_ROTATED},
     "ernie4.5": {"family": "Ernie4_5", "tied": True},
     "gemma3-plain-scale": {
         "family": "Gemma3Text",
@@ -152,6 +150,13 @@ FAMILIES = {
     },
     "glm4-moe": {"family": "Glm4Moe", **ROUTED, "attention_bias": True, "use_qk_norm": True},
     "glm4-moe-plain": {"family": "Glm4Moe", **ROUTED, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "minimax-m2": {
+        "family": "MiniMaxM2",
+        "kv_heads": 4,
+        "intermediate_size": 48,
+        **SOME_EXPERTS,
+        "rope_parameters": HALF_ROTATED,
+    },
     "gpt-oss": {"family": "GptOss", "initializer_range": 0.2, **CLAMPED, **ALTERNATING, "rope_parameters": YARN},
     "deepseek-v2-lite": {"family": "DeepseekV2", **LATENT, "q_lora_rank": None, "rope_parameters": YARN_MSCALE},
     "deepseek-v2": {

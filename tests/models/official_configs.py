@@ -630,6 +630,20 @@ CONFIGS = {
             "rope_type": "llama3",
         },
     },
+    "MiniMax-M2.5": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu",
+        "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "hidden_size": 3072, "intermediate_size": 1536,
+        "max_position_embeddings": 196608, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+        "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+        "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.46.1", "use_cache": True, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+        "vocab_size": 200064,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    },
     "ERNIE-4.5-0.3B-PT": COMMON | {
         "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_size": 1024,
         "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,

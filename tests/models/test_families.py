@@ -69,6 +69,7 @@ SAMPLE = [
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
     ("qwen3.5", 4, "gemm_ar"), ("qwen3.5-moe", 2, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
+    ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
     ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
@@ -143,6 +144,7 @@ KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
     ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", True), ("glm4-moe", 2, "gemm_ar", True),
+    ("minimax-m2", 2, "gemm_ar", True),
     ("granite", 2, "gemm_ar", True), ("exaone4", 2, "ag_rs", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
@@ -488,6 +490,10 @@ ROUTED_MISTAKES = (
     with_gating(scoring="softmax"),
     without_of_mixtures("router_bias"),
 )
+MINIMAX_MISTAKES = (
+    norms_of_own_heads, whole_heads_rotated, with_gating(scoring="softmax"), with_gating(renormalize=False),
+    without_of_mixtures("router_bias"),
+)  # fmt: skip
 CLAMPED_MISTAKES = (
     gate_and_up_swapped,
     gate_and_up_in_order,
@@ -563,6 +569,7 @@ MUTANTS = [
     *(("olmoe", mistake) for mistake in (norms_of_own_heads, with_gating(renormalize=True))),
     *(("granitemoe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, without("block", "residual_scale"))),
     *(("glm4-moe", mistake) for mistake in ROUTED_MISTAKES),
+    *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
 ]  # fmt: skip
 

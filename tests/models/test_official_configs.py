@@ -60,7 +60,9 @@ def test_a_published_config_means_what_it_means_to_transformers(name):
         assert made.attention.window(index) == (getattr(attention, "sliding_window", whole) if windowed else None)
     dtype = content.get("dtype") or content.get("torch_dtype") or "bfloat16"
     rope = theirs.rope_parameters
-    assert made.rotary.theta == rope.get("full_attention", rope)["rope_theta"]
+    rope = rope.get("full_attention", rope)
+    assert made.rotary.theta == rope["rope_theta"]
+    assert made.rotary.partial == rope.get("partial_rotary_factor", 1.0)
     assert made.dtype == getattr(torch, dtype)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import weft
+from tests import fp8_checkpoints
 from tests.against_transformers import FAMILIES, relative_rms
+from tests.quantized_checkpoints import save
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import Fp8
 from weft.models import Checkpoint, Decoder, DecoderConfig
@@ -123,6 +125,14 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
         ),
         ("glm4", {"attention_bias": "yes"}, "attention_bias='yes' is not true or false"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("minimax_m2", {"rotary_dim": 129}, "rotary_dim=129 is not an integer in 1 .. 128"),
+        ("minimax_m2", {"rotary_dim": 64, "head_dim": "128"}, "head_dim='128' is not a positive integer"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] has layers of another kind"),
+        (
+            "exaone4",
+            {"num_key_value_heads": 8, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern='LLLG' is not a positive integer",
+        ),
     ],
     ids=str,
 )
@@ -155,3 +165,39 @@ def test_scales_of_parts_of_rows_are_refused(make_checkpoint, name):
     directory, _ = make_checkpoint(**FAMILIES[name])
     with pytest.raises(ValueError, match="q_proj and k_proj whose scales are not of whole heads or of single rows"):
         weft.simulate(dequantized, 1, args=(directory, "int4"))
+
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+
+
+def matrices(team, directory):
+    """(matrices of this rank's first layer in fp32, whether they are in fp8)"""
+    weights = Decoder.from_pretrained(directory, team, mode="reference").layers[0].weights
+    pairs = {**weights.attention._asdict(), **weights.mlp._asdict()}
+    read = [pairs[name] for name in MATRICES]
+    in_fp8 = [isinstance(matrix, Fp8) for matrix in read]
+    return [
+        one.dequantized(torch.float32) if of_fp8 else one.clone() for one, of_fp8 in zip(read, in_fp8, strict=True)
+    ], in_fp8
+
+
+def test_published_blocks_of_whole_heads_are_read_in_another_order(make_checkpoint, tmp_path):
+    """MiniMax-M2's heads have 128 elements, as many as a block has rows."""
+    sizes = {"head_dim": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    source, _ = make_checkpoint(**FAMILIES["minimax-m2"] | {"num_attention_heads": 4, "kv_heads": 2} | sizes)
+    quantized, plain = tmp_path / "fp8", tmp_path / "fp32"
+    quantized.mkdir()
+    plain.mkdir()
+    tensors = fp8_checkpoints.write(
+        quantized, source, "block", fp8_checkpoints.CONFIGS["block"] | {"fmt": "float8_e4m3fn"}
+    )
+    scales = {name: tensors.pop(name) for name in [*tensors] if name.endswith("_scale_inv")}
+    for name, scale in scales.items():
+        name = name.removesuffix("_scale_inv")
+        tensors[name] = fp8_checkpoints.dequantized(tensors[name], scale, "block", torch.float32)
+    save(plain, source, tensors, None)
+    for world_size in (1, 2):
+        read, wanted = (weft.simulate(matrices, world_size, args=(path,)) for path in (quantized, plain))
+        for (found, in_fp8), (expected, _) in zip(read, wanted, strict=True):
+            assert all(in_fp8)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

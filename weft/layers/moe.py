@@ -82,7 +82,8 @@ class MoE(nn.Module):
     formats      of the experts' and the shared one's weights; None: they are in `dtype`. Quantized ones have no gradients:
                  RuntimeError. The router is in `dtype`
     projections  a checkpoint's names of gate, up and down of the experts that tokens choose
-    router_name, shared_name  a checkpoint's names of the router and of the expert of all tokens
+    router_name, router_bias_name, shared_name
+                 a checkpoint's names of the router, of the tensor of its bias and of the expert of all tokens
 
     bias, logit_bias  biases of the experts' gate, up and down; of the router, added to its logits
     clamped_swiglu    (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU`` in place of silu(gate) * up. With these three a
@@ -117,6 +118,7 @@ class MoE(nn.Module):
         formats: Formats | None = None,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         router_name: str = "gate",
+        router_bias_name: str = "gate.e_score_correction_bias",
         shared_name: str = "shared_expert",
         bias: bool = False,
         logit_bias: bool = False,
@@ -140,7 +142,8 @@ class MoE(nn.Module):
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
-        self.projections, self.router_name, self.shared_name = projections, router_name, shared_name
+        self.projections, self.shared_name = projections, shared_name
+        self.router_name, self.router_bias_name = router_name, router_bias_name
         names = [[f"experts.{e}.{name}" for e in range(num_experts)] for name in projections]
         first, second = (None, None) if formats is None else (formats(names[0] + names[1]), formats(names[2]))
         options = {"team": team, "dtype": dtype}
@@ -216,7 +219,7 @@ class MoE(nn.Module):
         router, gate = self.router.data.split([self.experts.total, len(self.router) - self.experts.total])
         shards = {f"{self.router_name}.weight": whole(router)}
         if self.router_bias is not None:
-            shards[f"{self.router_name}.e_score_correction_bias"] = whole(self.router_bias)
+            shards[self.router_bias_name] = whole(self.router_bias)
         if self.logit_bias is not None:
             shards[f"{self.router_name}.bias"] = whole(self.logit_bias)
         if self.shared_expert is not None:

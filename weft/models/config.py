@@ -13,7 +13,15 @@ from weft.errors import CheckpointError
 from weft.models import generation, refusals
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, PUBLISHED, family_of, published
-from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, LinearAttentionOptions, number_of
+from weft.models.family import (
+    AttentionOptions,
+    BlockOptions,
+    ExpertOptions,
+    Family,
+    LinearAttentionOptions,
+    count_of,
+    number_of,
+)
 from weft.models.hub import find_checkpoint
 from weft.models.multimodal import check_architecture, text_config
 from weft.models.quantization import Quantization, modelopt_file
@@ -405,7 +413,7 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
     partly = "partial_rotary_factor" in family.reads
     common = {"rope_theta": content["rope_theta"]}
     if partly:
-        common["partial_rotary_factor"] = content.get("partial_rotary_factor")
+        common["partial_rotary_factor"] = _partial(family, content)
     try:
         rotary = Rotary.of({**common, **given}, name, partly=partly)
         if of_windows is None:
@@ -413,6 +421,14 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         return rotary, Rotary.of({**common, **of_windows}, "rope_parameters of sliding_attention", partly=partly)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
+
+
+def _partial(family: Family, content: Mapping[str, Any]) -> float | None:
+    """Part of a head that is rotated; None: the whole. MiniMax-M2's files name the number of elements."""
+    if "partial_rotary_factor" in content or "rotary_dim" not in family.reads or content.get("rotary_dim") is None:
+        return content.get("partial_rotary_factor")
+    head_dim = count_of(content, "head_dim")
+    return count_of(content, "rotary_dim", head_dim) / head_dim
 
 
 def _long_rope(given: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -659,6 +659,7 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
         layout=layout,
         projections=names.projections,
         router_name=names.router,
+        router_bias_name=names.router_bias,
         shared_name=names.shared_expert,
         **shared,
     )

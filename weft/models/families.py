@@ -23,6 +23,7 @@ from weft.models.gpt_oss import GPT_OSS
 from weft.models.granite import GRANITE
 from weft.models.granitemoe import GRANITEMOE
 from weft.models.llama import LLAMA
+from weft.models.minimax_m2 import MINIMAX_M2
 from weft.models.ministral3 import MINISTRAL3
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
@@ -46,7 +47,7 @@ FAMILIES = {
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, EXAONE4, GEMMA2, GEMMA3_TEXT, GRANITE),
         *(SMOLLM3, PHI3, GLM4, ERNIE4_5, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_TEXT),
-        *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS, QWEN3_VL_MOE_TEXT),
+        *(OLMOE, GRANITEMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
     )
 }

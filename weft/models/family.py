@@ -158,9 +158,9 @@ class WeightNames:
     """Prefixes of tensors' names in a checkpoint: the model's parts, and a layer's within it.
 
     Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
-    mixture of experts `router`, `shared_expert` and experts.E, with `projections` for gate, up and down below that. A
-    checkpoint may have `stacked` tensors in place of experts.E. Norms of rows that attention and MLP give count in a model that
-    has such norms only (``BlockOptions``).
+    mixture of experts `router`, `router_bias` (a tensor), `shared_expert` and experts.E, with `projections` for gate, up and
+    down below that. A checkpoint may have `stacked` tensors in place of experts.E. Norms of rows that attention and MLP give
+    count in a model that has such norms only (``BlockOptions``).
 
     joined  modules in whose tensors several of these matrices lie; a checkpoint may have the matrices apart, too
     """
@@ -168,6 +168,7 @@ class WeightNames:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joined: tuple[Joined, ...] = ()
     router: str = "gate"
+    router_bias: str = "gate.e_score_correction_bias"
     shared_expert: str = "shared_expert"
     stacked: StackedExperts = StackedExperts()
 

@@ -17,7 +17,6 @@ REASONS = {
     ),
     "layers of short convolutions": ("lfm2", "lfm2_moe"),
     "layers of Kimi delta attention": ("kimi_linear", "kimi_k3"),
-    "rotary embedding by rotary_dim": ("minimax_m2",),
     "norms of q and k after the rotary embedding": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
     "embeddings of each layer": ("gemma3n", "gemma3n_text"),
     "heads of two sizes, and values that are keys": ("gemma4", "gemma4_text"),

@@ -150,6 +150,16 @@ FAMILIES = {
     },
     "glm4-moe": {"family": "Glm4Moe", **ROUTED, "attention_bias": True, "use_qk_norm": True},
     "glm4-moe-plain": {"family": "Glm4Moe", **ROUTED, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "dots1": {
+        "family": "Dots1",
+        **ROUTED,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "sliding_window": 5,
+        "max_window_layers": 2,
+        "attention_bias": True,
+        "initializer_range": 0.2,
+    },
     "minimax-m2": {
         "family": "MiniMaxM2",
         "kv_heads": 4,

@@ -644,6 +644,14 @@ CONFIGS = {
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
+    "dots.llm1.inst": COMMON | {
+        "attention_bias": False, "eos_token_id": 151649, "first_k_dense_replace": 1, "hidden_size": 4096,
+        "intermediate_size": 10944, "max_position_embeddings": 32768, "model_type": "dots1", "moe_intermediate_size": 1408,
+        "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts_per_tok": 6, "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
     "ERNIE-4.5-0.3B-PT": COMMON | {
         "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_size": 1024,
         "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,

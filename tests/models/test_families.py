@@ -69,7 +69,7 @@ SAMPLE = [
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
     ("qwen3.5", 4, "gemm_ar"), ("qwen3.5-moe", 2, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
-    ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
+    ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
     ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
@@ -135,6 +135,7 @@ ONE_LAYER = {
         for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4")
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
+    "dots1": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "max_window_layers": 0},
     **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
     "exaone4-no-window": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "glm4-moe-lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
@@ -569,6 +570,7 @@ MUTANTS = [
     *(("olmoe", mistake) for mistake in (norms_of_own_heads, with_gating(renormalize=True))),
     *(("granitemoe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, without("block", "residual_scale"))),
     *(("glm4-moe", mistake) for mistake in ROUTED_MISTAKES),
+    *(("dots1", mistake) for mistake in (*ROUTED_MISTAKES, windows_of_other_layers, no_bias_of_o)),
     *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
 ]  # fmt: skip

@@ -70,6 +70,9 @@ ROUTED = {
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
     "rope_parameters": HALF_ROTATED,
 }  # fmt: skip
+ERNIE = {
+    "initializer_range": 0.2, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2,
+}  # fmt: skip
 CLAMPED = SOME_EXPERTS | {"intermediate_size": 48, "swiglu_alpha": 1.3, "swiglu_limit": 0.5}
 # Heads whose values have another size than their keys, and norms whose eps is not rms_norm_eps.
 LATENT = {
@@ -159,6 +162,17 @@ FAMILIES = {
         "max_window_layers": 2,
         "attention_bias": True,
         "initializer_range": 0.2,
+    },
+    "ernie4.5-moe": {"family": "Ernie4_5_Moe", **ERNIE},
+    "ernie4.5-moe-mixed": {
+        "family": "Ernie4_5_Moe",
+        **ERNIE,
+        "num_hidden_layers": 4,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 2,
+        "tied": True,
     },
     "minimax-m2": {
         "family": "MiniMaxM2",

@@ -261,6 +261,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "granitemoe",
             "glm4-moe-2",
             "minimax-m2-3",
+            "ernie4.5-moe-3",
             "dots1-3",
             "gpt-oss-3",
             "deepseek-v3",

@@ -69,6 +69,7 @@ SAMPLE = [
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
     ("qwen3.5", 4, "gemm_ar"), ("qwen3.5-moe", 2, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
+    ("ernie4.5-moe", 2, "gemm_ar"), ("ernie4.5-moe", 3, "ag_rs"), ("ernie4.5-moe-mixed", 4, "ag_rs"),
     ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
@@ -135,6 +136,8 @@ ONE_LAYER = {
         for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4")
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
+    "ernie4.5-moe": {"num_hidden_layers": 1, "moe_layer_start_index": 0},
+    "ernie4.5-moe-mixed": {"num_hidden_layers": 1, "moe_layer_interval": 1},
     "dots1": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "max_window_layers": 0},
     **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
     "exaone4-no-window": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
@@ -145,7 +148,7 @@ KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
     ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", True), ("glm4-moe", 2, "gemm_ar", True),
-    ("minimax-m2", 2, "gemm_ar", True),
+    ("minimax-m2", 2, "gemm_ar", True), ("ernie4.5-moe", 2, "ag_rs", True),
     ("granite", 2, "gemm_ar", True), ("exaone4", 2, "ag_rs", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
@@ -491,6 +494,9 @@ ROUTED_MISTAKES = (
     with_gating(scoring="softmax"),
     without_of_mixtures("router_bias"),
 )
+ERNIE_MISTAKES = (
+    shared_expert_forgotten, with_gating(scoring="sigmoid"), with_gating(renormalize=False), without_of_mixtures("router_bias"),
+)  # fmt: skip
 MINIMAX_MISTAKES = (
     norms_of_own_heads, whole_heads_rotated, with_gating(scoring="softmax"), with_gating(renormalize=False),
     without_of_mixtures("router_bias"),
@@ -571,6 +577,7 @@ MUTANTS = [
     *(("granitemoe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, without("block", "residual_scale"))),
     *(("glm4-moe", mistake) for mistake in ROUTED_MISTAKES),
     *(("dots1", mistake) for mistake in (*ROUTED_MISTAKES, windows_of_other_layers, no_bias_of_o)),
+    *(("ernie4.5-moe", mistake) for mistake in ERNIE_MISTAKES),
     *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from weft.parallel.linear import (
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats, formats_under
 from weft.parallel.recipe import StepPlan
-from weft.parallel.sharding import Shard, fill, under, whole
+from weft.parallel.sharding import Shard, VectorShard, fill, under, whole
 from weft.parallel.step_plan import plan_layer
 from weft.parallel.tensors import Gating, MoEWeights, tensor_of
 
@@ -219,7 +219,7 @@ class MoE(nn.Module):
         router, gate = self.router.data.split([self.experts.total, len(self.router) - self.experts.total])
         shards = {f"{self.router_name}.weight": whole(router)}
         if self.router_bias is not None:
-            shards[self.router_bias_name] = whole(self.router_bias)
+            shards[self.router_bias_name] = VectorShard.of(self.router_bias)
         if self.logit_bias is not None:
             shards[f"{self.router_name}.bias"] = whole(self.logit_bias)
         if self.shared_expert is not None:

@@ -326,14 +326,14 @@ def factor_of(content: Content, name: str) -> float | None:
     return None if (value := number_of(content, name)) == 1 else value
 
 
-def experts_of(content: Content, name: str) -> tuple[int, int]:
-    """(experts, of which there are `name`; experts of each token)"""
+def experts_of(content: Content, name: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
+    """(experts, of which there are `name`; experts of each token, as many as `chosen` says)"""
     # Not at the top: they load all ops, and torch.
     from weft.ops.moe.route import MAX_EXPERTS
     from weft.ops.moe.routing import MAX_CHOICES
 
     total = count_of(content, name, MAX_EXPERTS)
-    return total, count_of(content, "num_experts_per_tok", min(total, MAX_CHOICES))
+    return total, count_of(content, chosen, min(total, MAX_CHOICES))
 
 
 def local_experts(content: Content) -> ExpertOptions:

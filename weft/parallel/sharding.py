@@ -64,6 +64,21 @@ class Shard:
             bits.copy_(bits[self.order])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorShard(Shard):
+    """A vector that every rank holds whole, and that a checkpoint may have as one row."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> VectorShard:
+        return cls(target=parameter.data, shape=tuple(parameter.shape), replicated=True)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return shape in (self.shape, (1, *self.shape))
+
+    def copy_from(self, whole: WholeTensor) -> None:
+        self.target.copy_(whole[...].reshape(self.shape))
+
+
 def whole(parameter: torch.Tensor) -> Shard:
     """Shard of a parameter that every rank holds whole."""
     return Shard(target=parameter.data, shape=tuple(parameter.shape), replicated=True)

@@ -94,6 +94,15 @@ def test_a_config_by_another_name_of_a_family_is_read_as_that_family(name):
     assert DecoderConfig.from_dict(content).parameters == pytest.approx(1026e9, rel=0.005)
 
 
+def test_an_older_name_of_a_family_s_class_is_taken():
+    """Baidu's files of 2025 name the class that came with them."""
+    content = CONFIGS["ERNIE-4.5-0.3B-PT"]
+    older = content | {"architectures": ["Ernie4_5_ForCausalLM"]}
+    assert DecoderConfig.from_dict(older) == DecoderConfig.from_dict(content)
+    with pytest.raises(CheckpointError, match=r"architectures=\['Ernie4_5_Model'\] is not supported"):
+        DecoderConfig.from_dict(content | {"architectures": ["Ernie4_5_Model"]})
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [

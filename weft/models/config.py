@@ -289,7 +289,7 @@ class DecoderConfig:
                 runs = f"it has {mechanism}; docs/models.md lists what weft runs"
             raise CheckpointError(f"config.json: model_type={quoted(model_type)} is not supported; {runs}")
         quantization = Quantization.of(content.get("quantization_config"))
-        check_architecture(content, family.architecture, repr(family.architecture))
+        check_architecture(content, family.architecture, repr(family.architecture), family.other_architecture)
         _check_keys(family, content)
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:

@@ -13,6 +13,7 @@ ERNIE4_5 = Family(
     name="ERNIE 4.5",
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
+    other_architecture="Ernie4_5_ForCausalLM",
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 2,

@@ -233,6 +233,7 @@ class Family:
 
     name          in messages
     architecture  the member of `architectures` that generates text: drafters, classifiers and embedders share a model_type
+    other_architecture  its name in files that are older than the class of transformers
     defaults      keys of config.json with the values that transformers assumes where the file has none. num_key_value_heads
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts, without model_type
@@ -253,6 +254,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any]
     published: Mapping[str, Mapping[str, Any]]
+    other_architecture: str | None = None
     attention: Callable[[Content], AttentionOptions] = plain_attention
     window_rope: Callable[[Content], Content | None] = same_rope
     block: Callable[[Content], BlockOptions] = plain_block

@@ -87,10 +87,11 @@ PREFIXES = (
 TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
 
 
-def check_architecture(content: Mapping[str, Any], architecture: str, runs: str) -> None:
-    """CheckpointError where config.json names model classes without ``architecture``."""
+def check_architecture(content: Mapping[str, Any], architecture: str, runs: str, other: str | None = None) -> None:
+    """CheckpointError where config.json names model classes, and ``architecture`` by neither name."""
     classes = content.get("architectures")
-    if classes and not (isinstance(classes, list) and architecture in classes):
+    names = (architecture,) if other is None else (architecture, other)
+    if classes and not (isinstance(classes, list) and any(name in classes for name in names)):
         raise CheckpointError(f"config.json: architectures={quoted(classes)} is not supported; weft runs {runs}")
 
 

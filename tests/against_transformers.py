@@ -163,6 +163,16 @@ FAMILIES = {
         "attention_bias": True,
         "initializer_range": 0.2,
     },
+    "exaone-moe": {
+        "family": "ExaoneMoe",
+        **ALTERNATING,
+        **EXPERTS,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "initializer_range": 0.2,
+    },
     "ernie4.5-moe": {"family": "Ernie4_5_Moe", **ERNIE},
     "ernie4.5-moe-mixed": {
         "family": "Ernie4_5_Moe",

@@ -263,6 +263,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "minimax-m2-3",
             "ernie4.5-moe-3",
             "dots1-3",
+            "exaone-moe-2",
             "gpt-oss-3",
             "deepseek-v3",
             "ministral3-3",

@@ -652,6 +652,17 @@ CONFIGS = {
         "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
         "vocab_size": 152064,
     },
+    "K-EXAONE-236B-A23B": COMMON | {
+        "architectures": ["ExaoneMoEForCausalLM"], "bos_token_id": 1, "eos_token_id": 53, "first_last_k_dense_replace": 1,
+        "head_dim": 128, "hidden_size": 6144, "intermediate_size": 18432, "is_moe_layer": [False, *[True] * 47],
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "max_position_embeddings": 262144,
+        "model_type": "exaone_moe", "moe_intermediate_size": 2048, "n_group": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 8, "num_shared_experts": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 1000000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "sliding_window": 128,
+        "sliding_window_pattern": "LLLG", "tie_word_embeddings": False, "tokenizer_class": "GPT2Tokenizer", "topk_group": 1,
+        "topk_method": "noaux_tc", "transformers_version": "5.0.0.dev0", "vocab_size": 153600,
+    },
     "ERNIE-4.5-21B-A3B-PT": COMMON | {
         "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 2560,
         "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",

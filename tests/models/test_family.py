@@ -63,7 +63,7 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         ("phi-3-mini-4k", 3.82), ("phi-4", 14.7), ("phi-4-mini", 3.84), ("glm-4-9b-0414", 9.40),
         ("ministral-3-3b", 3.43), ("ministral-3-8b", 8.49), ("ministral-3-14b", 13.5),
         ("glm-4.7-flash", 29.9), ("ernie-4.5-0.3b", 0.361), ("exaone-4.0-32b", 32.0), ("minimax-m2", 228.7),
-        ("dots.llm1", 142.8), ("ernie-4.5-21b-a3b", 21.8), ("ernie-4.5-300b-a47b", 300),
+        ("dots.llm1", 142.8), ("k-exaone-236b-a23b", 236.5), ("ernie-4.5-21b-a3b", 21.8), ("ernie-4.5-300b-a47b", 300),
         ("deepseek-v2-lite", 15.7), ("deepseek-v2", 236), ("deepseek-v3", 671),
         ("qwen3-next-80b-a3b", 79.7), ("qwen3.6-27b", 26.9), ("qwen3.6-35b-a3b", 34.7),
     ],

@@ -132,6 +132,11 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
         ),
         ("ernie4_5_moe", {"num_key_value_heads": 8, "moe_k": 0}, "moe_k=0 is not an integer in 1 .. 16"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported; weft runs ERNIE 4.5 MoE with False"),
+        (
+            "exaone_moe",
+            {"num_key_value_heads": 8, "is_moe_layer": [False, False, True, True, True]},
+            r"is_moe_layer=\[False, False, True, True, True\] are not the layers of",
+        ),
         ("minimax_m2", {"rotary_dim": 129}, "rotary_dim=129 is not an integer in 1 .. 128"),
         ("minimax_m2", {"rotary_dim": 64, "head_dim": "128"}, "head_dim='128' is not a positive integer"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] has layers of another kind"),

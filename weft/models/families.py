@@ -15,6 +15,7 @@ from weft.models.dots1 import DOTS1
 from weft.models.ernie4_5 import ERNIE4_5
 from weft.models.ernie4_5_moe import ERNIE4_5_MOE
 from weft.models.exaone4 import EXAONE4
+from weft.models.exaone_moe import EXAONE_MOE
 from weft.models.family import Family
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
@@ -49,7 +50,7 @@ FAMILIES = {
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, EXAONE4, GEMMA2, GEMMA3_TEXT, GRANITE),
         *(SMOLLM3, PHI3, GLM4, ERNIE4_5, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_TEXT),
-        *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
+        *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
     )
 }

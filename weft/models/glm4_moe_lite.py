@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from weft.arguments import quoted
-from weft.errors import CheckpointError
 from weft.models import deepseek_v3
 from weft.models.deepseek_v2 import LATENT_KEYS
 from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, WeightNames, table
-from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
+from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, by_layer_types, sigmoid_experts
 
 
 def experts(content: Content) -> ExpertOptions:
     """Experts in the layers that mlp_layer_types calls sparse; without it in all but the first."""
-    options, types = sigmoid_experts(content), content.get("mlp_layer_types")
-    if types is None:
-        return options
-    layers = content["num_hidden_layers"]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
-        raise CheckpointError(
-            f"config.json: mlp_layer_types={quoted(types)} is not a list of 'dense' and 'sparse' for "
-            f"num_hidden_layers={layers}"
-        )
-    return replace(options, layers=tuple(kind == "sparse" for kind in types))
+    return by_layer_types(sigmoid_experts(content), content)
 
 
 GLM4_MOE_LITE = Family(

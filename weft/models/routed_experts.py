@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from weft.arguments import quoted
@@ -34,10 +35,16 @@ SOFTMAX_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def sigmoid_experts(content: Content) -> ExpertOptions:
-    """Experts of DeepSeek-V3 and GLM-4.5: sigmoid scores, with a bias for the choice alone."""
+def sigmoid_experts(
+    content: Content, total: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> ExpertOptions:
+    """Experts of DeepSeek-V3 and GLM-4.5: sigmoid scores, with a bias for the choice alone.
+
+    total, shared  keys of the numbers of routed and of shared experts
+    """
     return _experts(
         content,
+        names=(total, shared),
         groups=(count_of(content, "n_group"), count_of(content, "topk_group")),
         scoring="sigmoid",
         router_bias=True,
@@ -57,15 +64,34 @@ def softmax_experts(content: Content) -> ExpertOptions:
     return _experts(content, groups=groups, norm_topk_prob=False)
 
 
-def _experts(content: Content, *, groups: tuple[int, int], **scoring: Any) -> ExpertOptions:
-    total, chosen = experts_of(content, "n_routed_experts")
+def by_layer_types(options: ExpertOptions, content: Content) -> ExpertOptions:
+    """The same experts in the layers that mlp_layer_types calls sparse; without it in the same layers."""
+    if (types := content.get("mlp_layer_types")) is None:
+        return options
+    layers = content["num_hidden_layers"]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types={quoted(types)} is not a list of 'dense' and 'sparse' for "
+            f"num_hidden_layers={layers}"
+        )
+    return replace(options, layers=tuple(kind == "sparse" for kind in types))
+
+
+def _experts(
+    content: Content,
+    *,
+    groups: tuple[int, int],
+    names: tuple[str, str] = ("n_routed_experts", "n_shared_experts"),
+    **scoring: Any,
+) -> ExpertOptions:
+    total, chosen = experts_of(content, names[0])
     (count, limit), intermediate_size = groups, count_of(content, "moe_intermediate_size")
     if total % count or limit > count or chosen > total // count * limit:
         raise CheckpointError(
             f"config.json: n_group={count}, topk_group={limit}: num_experts_per_tok={chosen} of {total} experts do not lie "
             f"in topk_group of n_group equal groups"
         )
-    shared, dense = content.get("n_shared_experts"), content["first_k_dense_replace"]
+    shared, dense = content.get(names[1]), content["first_k_dense_replace"]
     if type(dense) is not int or dense < 0:
         raise CheckpointError(f"config.json: first_k_dense_replace={quoted(dense)} is not an integer of at least 0")
     return ExpertOptions(
@@ -75,7 +101,7 @@ def _experts(content: Content, *, groups: tuple[int, int], **scoring: Any) -> Ex
         groups=count,
         group_limit=limit,
         scale=number_of(content, "routed_scaling_factor"),
-        shared_intermediate_size=None if shared is None else intermediate_size * count_of(content, "n_shared_experts"),
+        shared_intermediate_size=None if shared is None else intermediate_size * count_of(content, names[1]),
         layers=tuple(layer >= dense for layer in range(content["num_hidden_layers"])),
         **scoring,
     )

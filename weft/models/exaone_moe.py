@@ -1,0 +1,60 @@
+"""K-EXAONE, with EXAONE 4's attention and DeepSeek-V3's experts: the tables of its family."""
+
+from __future__ import annotations
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models.exaone4 import EXAONE4
+from weft.models.family import SHAPE, Content, ExpertOptions, Family, WeightNames, table
+from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, by_layer_types, sigmoid_experts
+
+NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+
+def experts(content: Content) -> ExpertOptions:
+    options = by_layer_types(sigmoid_experts(content, *NAMES.values()), content)
+    # Of the code that came with the checkpoint; transformers has the layers of the other keys.
+    if (named := content.get("is_moe_layer")) is not None and named != [*options.layers]:
+        raise CheckpointError(
+            f"config.json: is_moe_layer={quoted(named)} are not the layers of mlp_layer_types and first_k_dense_replace; "
+            f"weft reads these two"
+        )
+    return options
+
+
+EXAONE_MOE = Family(
+    name="K-EXAONE",
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    other_architecture="ExaoneMoEForCausalLM",
+    defaults={
+        **EXAONE4.defaults,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    attention=EXAONE4.attention,
+    experts=experts,
+    reads=(*EXAONE4.reads, *(NAMES.get(name, name) for name in READS), "mlp_layer_types", "is_moe_layer"),
+    supported={**SIGMOID_SUPPORTED, "first_last_k_dense_replace": (1, None)},
+    weights=WeightNames(router_bias="e_score_correction_bias", shared_expert="shared_experts"),
+    # config.json of LGAI-EXAONE/K-EXAONE-236B-A23B; intermediate_size is that of the first layer.
+    published=table(
+        SHAPE,
+        {"k-exaone-236b-a23b": (6144, 18432, 48, 64)},
+        vocab_size=153600,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+        max_position_embeddings=262144,
+        sliding_window=128,
+        num_experts=128,
+        moe_intermediate_size=2048,
+    ),
+)

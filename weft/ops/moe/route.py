@@ -269,6 +269,7 @@ class Route(MoeOp):
             yield case(FP32, 7, 64, 6, scoring="sigmoid", **fields)
         yield case(FP32, 5, 256, 8, scoring="sigmoid", biased=True, groups=(8, 4), scale=2.5)
         yield case(BF16, 5, 160, 6, groups=(8, 3), renormalize=False, scale=16.0)
+        yield case(FP32, 7, 64, 6, biased=True)
 
     def large_cases(self) -> Iterator[Case]:
         for T in (1, 128, 4096):

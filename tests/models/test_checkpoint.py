@@ -215,7 +215,7 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
         (
             {"layer_types": ["sliding_attention"]},
-            r"layer_types\[0\]='sliding_attention' has no window; set use_sliding_window to true",
+            r"layer_types\[0\]='sliding_attention' has no window; set sliding_window to its tokens, and use_sliding",
         ),
         (
             {"layer_types": ["chunked_attention"]},

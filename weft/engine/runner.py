@@ -86,10 +86,12 @@ class Runner:
         if before_cache is not None:
             self._allocate(2)
             before_cache(self)
+            self.decoding.cache = None
         pages = self._pages(config)
         if model.has_states and config.prefix_caching:
             page = model.new_cache(1, config.page_size, 1, self._most_drafts)
             self.snapshots = places_beside(page, pages, config.state_snapshot_bytes)
+            del page
         self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
 

@@ -63,7 +63,7 @@ ERNIE4_5_MOE = Family(
     attention=ERNIE4_5.attention,
     experts=experts,
     reads=READS,
-    # The least sum by which weights are divided: no sum of softmax is as small.
+    # The least sum by which weights are divided. weft adds 1e-20: with trained biases no sum is as small as 1e-12.
     supported={**ERNIE4_5.supported, "moe_norm_min": (1e-12,)},
     without_effect=("moe_capacity", "moe_gate", "moe_use_aux_free"),
     weights=WeightNames(router_bias="moe_statics.e_score_correction_bias", shared_expert="shared_experts"),

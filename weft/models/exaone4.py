@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from weft.models import olmo2
-from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, count_of, table, windows_of_pattern
+from weft.models.family import (
+    DEFAULTS,
+    SHAPE,
+    AttentionOptions,
+    Content,
+    Family,
+    count_of,
+    table,
+    windows_of_pattern,
+    windows_of_types,
+)
 
 
 def attention(content: Content) -> AttentionOptions:
     """Windows by layer, and rotary embedding in the layers that have one; without windows in all layers."""
     if content["sliding_window"] is None:
+        if content.get("layer_types") is not None:
+            windows_of_types(content, None)  # refuses layers with a window
         return AttentionOptions(qk_norm=True)
     by_types = content.get("layer_types") is not None
     # Beside layer_types it may be a text, such as "LLLG".

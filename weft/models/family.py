@@ -395,7 +395,7 @@ def windows_of_types(content: Content, window: int | None) -> tuple[int | None, 
             )
         if kind == "sliding_attention" and window is None:
             raise CheckpointError(
-                f"config.json: layer_types[{index}]='sliding_attention' has no window; set use_sliding_window to true and "
-                f"sliding_window to its tokens"
+                f"config.json: layer_types[{index}]='sliding_attention' has no window; set sliding_window to its tokens"
+                f"{', and use_sliding_window to true' if 'use_sliding_window' in content else ''}"
             )
     return tuple(known[kind] for kind in types)

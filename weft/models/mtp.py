@@ -90,6 +90,12 @@ class Mtp(nn.Module):
         layer = layout.named("layer", model.config.num_hidden_layers)
         names = checkpoint.unused(())
         quantized = any(name.startswith(f"{layer}.") and name.endswith(QUANTIZED) for name in names)
+        last = model.config.num_hidden_layers - 1
+        if f"{layer}.mlp.gate_proj.weight" in names and model.config.experts and model.config.experts.in_layer(last):
+            raise ValueError(
+                f"{checkpoint.directory} has an MTP head without experts after layers with experts, which weft does not run; "
+                f"leave out method='mtp'"
+            )
         head = cls(model, positions=positions, kv_cache_dtype=kv_cache_dtype, layout=layout, quantized=quantized)
         shards, weights, experts = head.shards(), model.config.family.weights, model.config.experts
         if experts is not None:

@@ -285,8 +285,8 @@ def test_programs_of_a_step_do_not_overwrite_what_others_read(declared, monkeypa
 
     def main(team):
         for _ in range(2):
-            kept = kept_by(2, 6 if declared else 5, FP32, "cpu")
-            ops.gated_delta_net_step(*step_arguments()[:5], kept, with_pending([1, 0], int(declared)))
+            kept = kept_by(2, 7 if declared else 6, FP32, "cpu")
+            ops.gated_delta_net_step(*step_arguments()[:5], kept, with_pending([2, 0], 2 if declared else 1))
 
     report = weft.check.check(main, 1, schedules=4)
     assert report.ok == declared, str(report)

@@ -311,6 +311,10 @@ def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
     check_count(op, "tokens.most_pending", tokens.most_pending)
     if tokens.pending is not None:
         check_shape(op, "tokens.pending", tokens.pending, (batch,))
+        if tokens.most_pending == 0:
+            raise ValueError(
+                f"{op}: tokens.most_pending=0 beside pending ones; pass the largest number that they may have"
+            )
 
 
 class GatedDeltaNetStep(Op):
@@ -387,7 +391,7 @@ class GatedDeltaNetStep(Op):
 
     def examine(self, given: Mapping[str, Any]) -> None:
         """ValueError for more pending tokens than there may be."""
-        if (pending := given["pending"]) is None or pending.numel() == 0:
+        if (pending := given["pending"]) is None or given["lengths"].numel() == 0:
             return
         before = given["lengths"].view(len(pending), -1)[:, 0] - 1
         most = torch.where(before > 0, before.clamp(max=given["most_pending"]), pending)

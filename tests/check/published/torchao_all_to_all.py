@@ -16,7 +16,9 @@ MEND = [
     # A program copies its share of a peer's rows, and not all of them.
     (r"tl\.range\((num_input_\w*blocks)\)", r"tl.range(block_offset, \1, BLOCKS_PER_REMOTE_RANK)"),
 ]
-package(KERNELS, folder() / "torchao" / KERNELS.replace(".", "/"), mend={"mxfp8/comms.py": MEND})
+FOLDER = folder() / "torchao" / KERNELS.replace(".", "/")
+package(KERNELS, FOLDER)
+package(f"{KERNELS}.mxfp8", FOLDER / "mxfp8", mend={"comms.py": MEND})  # without its __init__, which imports much
 from torchao.prototype.moe_training.kernels.mxfp8.comms import _mxfp8_on_device_all_to_all_v  # noqa: E402
 
 DIM, ROWS = 64, 3

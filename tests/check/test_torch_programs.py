@@ -619,6 +619,37 @@ def test_a_custom_operator_has_the_functions_of_each_rank(report):
     assert found.ok, str(found)
 
 
+def test_a_kernel_for_gpus_takes_the_place_of_an_operator_s_other_kernels(report):
+    text = """
+        RANK = []
+
+        def define(name, device_types, devices):
+            @torch.library.custom_op(f"weft_tests::{name}", mutates_args=(), device_types=device_types)
+            def op(x: torch.Tensor) -> torch.Tensor:
+                return x - 1
+
+            @op.register_kernel(devices)
+            def of_gpus(x):
+                return x + RANK[0]
+
+            op.register_kernel("cpu", lambda x: x - 2)
+            return op
+
+        plain, of_cpu, of_both = (
+            define(*args) for args in (("plain", None, "cuda"), ("of_cpu", "cpu", ("xpu", "cuda")), ("of_both", "cpu", None))
+        )
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            RANK.append(rank)
+            dist.barrier()
+            for op in (plain, of_cpu, of_both, torch.ops.weft_tests.of_cpu):
+                assert op(torch.zeros(2, device="cuda")).tolist() == [rank] * 2
+    """
+    found = report(text, 2, 2)
+    assert found.ok, str(found)
+
+
 @pytest.mark.parametrize("kind", ["DEF", "FRAGMENT"])
 def test_operators_of_a_library_have_the_kernels_of_each_rank(report, kind):
     text = f"""

@@ -48,6 +48,15 @@ class OperatorOfRanks(CustomOpDef):
 
     functions: dict[tuple[int, str], Any]
 
+    def register_kernel(self, device_types: Any, fn: Any = None, /) -> Any:
+        """Take a kernel for GPUs or for any device; one for another device is never called here."""
+        if fn is None:
+            return partial(self.register_kernel, device_types)
+        kinds = (device_types,) if device_types is None or isinstance(device_types, str) else tuple(device_types)
+        if "cuda" in kinds or None in kinds:
+            self._init_fn = fn
+        return fn
+
 
 for _name in _FUNCTIONS:
     setattr(OperatorOfRanks, _name, _of_rank(_name))

@@ -7,6 +7,8 @@ import time
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import weft
 from tests.limits import ANSWER
@@ -85,6 +87,35 @@ def test_one_interrupt_ends_a_loop_of_host_code(reads):
     with pytest.raises(KeyboardInterrupt):
         weft.simulate(loops, 2)
     assert ended.is_set() and len(presses) == 1 and not is_active()
+
+
+@triton.jit
+def counts(x):
+    for _ in range(100):
+        tl.atomic_add(x + tl.arange(0, 16), 1)
+
+
+def test_host_code_cannot_catch_an_interrupt_of_a_kernel():
+    begun, caught = threading.Event(), []
+
+    def launches(team):
+        x = team.zeros((16,), torch.int32)
+        begun.set()
+        for _ in range(3):
+            try:
+                counts[(100,)](x)
+            except KeyboardInterrupt:
+                caught.append(True)
+
+    def press():
+        begun.wait()
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        weft.simulate(launches, 1)
+    assert not caught and not is_active()
 
 
 def test_host_code_that_does_not_come_back_is_left_at_the_second_interrupt():

@@ -97,6 +97,10 @@ class GreenletTask(Task):
         if self._greenlet is None:
             self._greenlet = greenlet(self.run)
         self._greenlet.switch()
+        if isinstance(
+            self.error, KeyboardInterrupt
+        ):  # ends the run; the host code that waits for this task may catch it
+            raise self.error
 
     def pause(self) -> None:
         self._greenlet.parent.switch()

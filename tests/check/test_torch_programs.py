@@ -733,6 +733,75 @@ def test_an_assumption_that_does_not_hold_has_its_remedy(report):
     assert "tl.assume(tl.program_id(0) > 0)" in found and "remedy: weaken the assumption" in found, found
 
 
+BY = "{{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.{}.u32 p, t, {}; @p {};}}"
+
+
+@pytest.mark.parametrize(
+    ("fence", "expected"),
+    [
+        ("fence.acq_rel.gpu;", []),
+        (BY.format("eq", 0, "fence.acq_rel.gpu"), []),
+        (BY.format("eq", 1, "fence.acq_rel.gpu"), ["relaxed-order"]),
+        (BY.format("ne", 0, "membar.gl"), ["relaxed-order"]),
+    ],
+)
+def test_a_fence_is_of_the_threads_that_execute_it(report, fence, expected):
+    text = f"""
+        @triton.jit
+        def passes(x, out, flag):
+            if tl.program_id(0) == 0:
+                tl.store(x + tl.arange(0, 128), 3.0)
+                tl.debug_barrier()
+                tl.inline_asm_elementwise("{fence}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                tl.atomic_xchg(flag, 1, sem="relaxed")
+            else:
+                while tl.atomic_add(flag, 0, sem="acquire") == 0:
+                    pass
+                tl.debug_barrier()
+                tl.store(out + tl.arange(0, 128), tl.load(x + tl.arange(0, 128)))
+
+        def main(rank, size):
+            x, out = torch.zeros(128, device="cuda"), torch.zeros(128, device="cuda")
+            passes[(2,)](x, out, torch.zeros(1, dtype=torch.int32, device="cuda"))
+    """
+    assert kinds(report(text, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fence", "expected"),
+    [
+        ("fence.proxy.async.global;", []),
+        ("fence.proxy.async.shared::cta;", ["proxy-fence"]),
+        ("fence.proxy.alias;", ["proxy-fence"]),
+        (BY.format("eq", 0, "fence.proxy.async"), []),
+        (BY.format("ne", 0, "fence.proxy.async"), ["proxy-fence"]),
+    ],
+)
+def test_a_proxy_fence_is_of_its_memory_and_threads(report, fence, expected):
+    text = f"""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        @triton.jit
+        def passes(x, box, out, flag):
+            if tl.program_id(0) == 0:
+                tl.store(x + tl.arange(0, 16), 3.0)
+                tl.debug_barrier()
+                tl.atomic_xchg(flag, 1, sem="release")
+            else:
+                while tl.atomic_add(flag, 0, sem="acquire") == 0:
+                    pass
+                tl.debug_barrier()
+                tl.inline_asm_elementwise("{fence}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                tl.store(out + tl.arange(0, 16)[None, :], box.load([0, 0]))
+
+        def main(rank, size):
+            x, out = torch.zeros(1, 16, device="cuda"), torch.zeros(16, device="cuda")
+            flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+            passes[(2,)](x, TensorDescriptor.from_tensor(x, [1, 16]), out, flag)
+    """
+    assert kinds(report(text, 1)) == expected
+
+
 WAIT_BY = "{{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.{}; @p cp.async.bulk.wait_group 0;}}"
 
 
@@ -774,7 +843,8 @@ def test_a_wait_for_bulk_groups_completes_descriptor_stores(report, assembly, ex
 @pytest.mark.parametrize(
     ("wait", "barrier", "expected"),
     [
-        ("cp.async.bulk.wait_group 0;", "pass", []),
+        ("cp.async.bulk.wait_group 0;", "pass", ["undrained-tma"]),  # thread 0's stores are in no other thread's groups
+        ("cp.async.bulk.wait_group 0;", "tl.debug_barrier()", []),
         (WAIT_BY.format("eq.u32 p, t, 0"), "pass", ["undrained-tma"]),
         (WAIT_BY.format("eq.u32 p, t, 0"), "tl.debug_barrier()", []),
     ],

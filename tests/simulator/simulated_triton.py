@@ -219,19 +219,21 @@ above 1 it takes arithmetic and registers.
 | global memory | `ld`, `st`: `weak`, `volatile`, `relaxed`, `acquire`, `release`, `mmio` with every scope, and vectors |
 | atomics | `atom`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max`; `red` without `exch` and `cas`; `.noftz`; \
 `add`, `min`, `max` of packed types |
-| hints | `.nc`, `.ca`, `.cg`, `.cs`, `.lu`, `.wb`, `.wt`, `.L1::...`, `.L2::...` change nothing; `ld.cv` is volatile |
+| hints | `.nc`, `.ca`, `.cg`, `.cs`, `.lu`, `.wb`, `.wt`, `.L1::...`, `.L2::...` change nothing; `createpolicy` gives 0; \
+`ld.cv` is volatile |
 | multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce`, in the order of ranks; packed types; `.acc::f32` |
-| order | `fence`, `membar`, `fence.proxy.async`, `bar.sync`, `barrier`, `griddepcontrol`; other proxy fences do nothing; \
+| order | `fence`, `membar`, `fence.proxy.async`, `bar.sync` and `barrier` of all threads, `griddepcontrol`; a fence \
+without thread 0 counts for no thread; proxy fences of shared memory, aliases and tensor maps do nothing; \
 `fence.acquire` and `fence.release` count as fences of both directions |
-| descriptor stores | `cp.async.bulk.wait_group 0` by thread 0, which makes them, completes them, with `.read` not; \
+| descriptor stores | `cp.async.bulk.wait_group 0` by thread 0, which makes them, completes them, with `.read` not; other \
+threads know it after a CTA barrier; \
 `cp.async.bulk.commit_group` |
 | arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
 | floats | `div`, `rcp`, `sqrt`, `rsqrt`, `ex2`, `lg2`, `sin`, `cos`, `tanh`, in fp64 and rounded once |
 | modifiers | `.rn`, `.ftz` and `.approx` change nothing, subnormals are kept; `.sat`, `.relu`, `.satfinite`, `.NaN` \
 of floats; other roundings only in `cvt`: `.rz`, `.rni`, `.rzi`, `.rmi`, `.rpi` |
 | packed types | arithmetic of `f16x2`, `bf16x2`, `f32x2`, `s16x2`, `u16x2`; `cvt` also of `e4m3x2` and `e5m2x2` |
-| registers | `mov`, also of parts (`mov.b64 {{a, b}}, c`) and vectors (`mov.v4.b32`); `cvt`, `cvta`, `setp` without a \
-second predicate, `selp` |
+| registers | `mov`, also of parts (`mov.b64 {{a, b}}, c`) and vectors (`mov.v4.b32`); `cvt`, `cvta`, `setp`, `selp` |
 | control | `bra` with labels and predicates, `ret`, `exit`; `nanosleep` and `prefetch` do nothing |
 | special registers | `%tid`, `%ntid`, `%laneid`, `%warpid`, `%ctaid`, `%nctaid`, `%smid`; clocks stand still at 0 |
 

@@ -61,6 +61,13 @@ def computes(x, out, ASM: tl.constexpr):
         ("{.reg .pred p; mov.u32 $0, 5; setp.ge.s32 p, $1, 0; @p bra end; mov.u32 $0, 6; end:}",
          lambda x, i: torch.where(x < 0, 6, 5)),
         ("{.reg .s64 w; cvt.s64.s32 w, $1; add.s64 w, w, 1; cvt.s32.s64 $0, w;}", lambda x, i: x + 1),
+        ("{.reg .pred p, q; setp.lt.s32 p|q, $1, 0; selp.b32 $0, 1, 2, q;}", lambda x, i: torch.where(x < 0, 2, 1)),
+        ("{.reg .pred p, q; setp.gt.s32 q, $1, 2; setp.lt.and.s32 p, $2, 6, q; selp.b32 $0, 1, 2, p;}",
+         lambda x, i: torch.where((i < 6) & (x > 2), 1, 2)),
+        ("{.reg .pred p, q; setp.gt.s32 q, $1, 2; setp.lt.or.s32 p|q, $2, 6, !q; selp.b32 $0, 1, 2, q;}",
+         lambda x, i: torch.where((i >= 6) | (x <= 2), 1, 2)),
+        ("{.reg .pred p, q; setp.gt.s32 q, $1, 2; setp.lt.xor.s32 p, $2, 6, q; selp.b32 $0, 1, 2, p;}",
+         lambda x, i: torch.where((i < 6) ^ (x > 2), 1, 2)),
     ],
 )  # fmt: skip
 def test_instructions_without_memory(assembly, expected):
@@ -206,6 +213,10 @@ def test_constants_have_the_bits_that_ptxas_gives_them(assembly, bits):
         ("mul.lo.s32 $0, $1, $2, $2", "it has 4 operands and needs 3"),
         ("mov $0, $1", "is not known"),
         ("mov", "it has 0 operands and needs 2"),
+        ("setp.lt.s32 p, $1, 0, p", "is not known"),
+        ("setp.lt.and.s32 p, $1, 0", "is not known"),
+        ("add.s32 $0, $1, !$2", "only setp takes a negated predicate"),
+        ("mov.b32 p|q, $1", "is not known"),
         ("mov.b32 {a, b, c}, $1", "is not known"),
         ("cvt.f32 $0, $1", "is not known"),
         ("bra", "is not known"),
@@ -321,6 +332,14 @@ def test_atomics_of_two_values_in_a_register(op, dtype):
         ("red.global.or.f16x2 [$2], 1", "is not known"),
         ("multimem.cp.global.b32 [$2], 1", "multimem.cp is not modelled"),
         ("fence.sc.sys.foo", "is not known"),
+        ("fence.proxy.foo", "is not known"),
+        ("fence.proxy.tensormap::generic.release", "is not known"),
+        ("membar.proxy.async", "is not known"),
+        ("bar.sync", "it needs a barrier's number"),
+        ("bar.sync.aligned 0", "is not known"),
+        ("bar.sync 0, 128, 1", "it needs a barrier's number"),
+        ("bar.warp.sync", "it needs the mask of a warp's threads"),
+        ("barrier.warp.sync 0xffffffff", "is not known"),
         ("barrier.cta.arrive 0", "is not known"),
         ("griddepcontrol.launch", "is not known"),
         ("cp.async.bulk.wait_group", "is not known"),
@@ -333,6 +352,31 @@ def test_modifiers_of_accesses_that_are_not_known_are_refused(assembly, why):
     with pytest.raises(NotInterpretable) as refused:
         simulate(lambda _: accesses[(1,)](x, x, assembly), 1)
     assert f"PTX `{assembly}` is not known" in str(refused.value) and why in str(refused.value), refused.value
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "bar.sync 1, 128", "bar.cta.sync 0", "barrier.sync.aligned 0", "barrier.cta.sync.aligned 0, 128", "fence.proxy.alias",
+        "fence.proxy.tensormap::generic.acquire.gpu [$2], 128", "membar.proxy.alias",
+        "setp.lt.u32 p, t, 32; @p bar.warp.sync 0xffffffff",
+        "createpolicy.fractional.L2::evict_last.b64 w, 1.0; st.global.L2::cache_hint.b32 [$2], a, w",
+    ],
+)  # fmt: skip
+def test_orders_of_all_threads_and_what_has_no_effect(order):
+    x, out = torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    registers = ".reg .b32 a, t; .reg .pred p; .reg .b64 w; mov.u32 t, %tid.x;"
+    assembly = f"{{{registers} ld.global.b32 a, [$1]; {order}; st.global.b32 [$2], a;}}"
+    simulate(lambda _: accesses[(1,)](x, out, assembly), 1)
+    assert torch.equal(out, torch.where(x % 2 == 0, x, 0))
+
+
+def test_a_barrier_of_some_threads_is_refused():
+    x = torch.zeros(16, dtype=torch.int32)
+    with pytest.raises(
+        NotInterpretable, match="`bar.sync 1, 32` is a barrier of 32 of the program's 128 threads; only"
+    ):
+        simulate(lambda _: accesses[(1,)](x, x, "bar.sync 1, 32;"), 1)
 
 
 @triton.jit

@@ -107,7 +107,7 @@ class Assembly:
             mask = active if by_thread else elements_of(active, size)
             by_thread = by_thread and port.diverge(active)
             try:
-                parts.append(running.Run(code, operands, position, port).run(mask)[: len(kinds)])
+                parts.append(running.Run(code, operands, position, port, by_thread).run(mask)[: len(kinds)])
             finally:
                 if by_thread:
                     port.converge()
@@ -136,7 +136,7 @@ class Assembly:
             elements = np.broadcast_to(raw(x.handle.data), shape).reshape(count, registers, pack // registers)
             operands += [packed(list(elements[:, i].T), width) for i in range(registers)]
         port = self._semantic.builder.port
-        results = running.Run(code, operands, port.position(), port).run(np.ones(count, np.bool_))
+        results = running.Run(code, operands, port.position(), port, False).run(np.ones(count, np.bool_))
         made = []
         for kind, (registers, width) in zip(kinds, layouts, strict=True):
             own, results = results[:registers], results[registers:]

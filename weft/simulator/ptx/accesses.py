@@ -39,6 +39,11 @@ _MODIFIERS = {
 }  # fmt: skip
 # Orders of a fence. One of a single direction counts as one of both.
 _FENCES = ((), ("acq_rel",), ("sc",), ("acquire",), ("release",))
+# Proxy fences without effect: of shared memory, of aliases and of tensor maps, which are not modelled.
+_IDLE_PROXIES = [
+    ("proxy", "alias"), ("proxy", "async", "shared::cta"), ("proxy", "async", "shared::cluster"),
+    *(("proxy", "tensormap::generic", way, scope) for way in ("acquire", "release") for scope in _SCOPES.keys() - {"gl"}),
+]  # fmt: skip
 # At most one of each.
 _EXCLUSIVE = (frozenset({"weak", "volatile", *_SEMANTICS}), frozenset(_SCOPES), _VECTORS)
 # Most threads whose atomics are separate steps of the schedule; atomics of more threads are one step.
@@ -120,6 +125,10 @@ def refusal(name: str, modifiers: tuple[str, ...]) -> str:
         return f"its last modifier, .{kind}, is no type that is modelled" if kind else "it has no type"
     given = ([f".{one}" for one in options if one in group] for group in _EXCLUSIVE)
     return next((f"{' and '.join(several)} exclude each other" for several in given if len(several) > 1), "")
+
+
+def _nothing() -> None:
+    """Do nothing, for what has no effect in the model."""
 
 
 def _spread(addresses: np.ndarray, width: int, itemsize: int) -> np.ndarray:
@@ -235,26 +244,29 @@ class Accesses:
         totals = [reduced(op, kind, values, "acc::f32" in modifiers) for values in zip(*parts, strict=True)]
         return None if any(total is None for total in totals) else totals
 
-    def order(self, name: str, modifiers: tuple[str, ...]) -> bool:
-        """Execute a barrier or a fence; False for one that is not known."""
-        if modifiers[:1] == ("proxy",):
-            if name == "fence" and modifiers[1:2] == ("async",):
-                self._memory.fence_async()
-            return name in ("fence", "membar")  # alias and tensormap proxies are not modelled
+    def order(self, name: str, modifiers: tuple[str, ...], by_first: bool) -> bool:
+        """Execute a barrier or a fence; False for one that is not known.
+
+        ``by_first``: thread 0 executes it, which makes the program's scalar accesses. Without it a fence counts for no thread.
+        """
         action = self._orders().get(name, {}).get(modifiers)
-        if action is not None:
+        if action is not None and (by_first or name not in ("fence", "membar")):
             action()
-        return action is not None or name in ("bar", "barrier") and modifiers[:1] == ("warp",)
+        return action is not None
 
     def _orders(self) -> dict[str, dict[tuple[str, ...], Callable[[], object]]]:
         """Actions of barriers and fences, by their names and modifiers."""
         memory = self._memory
-        barriers = [("sync",), ("cta", "sync"), ("sync", "aligned"), ("cta", "sync", "aligned")]
+        barriers = [("sync",), ("cta", "sync")]
         fences = [(*order, scope) for order in _FENCES for scope in _SCOPES if scope != "gl"]
         return {
-            **dict.fromkeys(("bar", "barrier"), dict.fromkeys(barriers, memory.barrier)),
-            "fence": {one: partial(memory.fence, _SCOPES[one[-1]]) for one in fences},
-            "membar": {(scope,): partial(memory.fence, _SCOPES[scope]) for scope in ("cta", "gl", "sys")},
+            "bar": {**dict.fromkeys(barriers, memory.barrier), ("warp", "sync"): _nothing},
+            "barrier": dict.fromkeys([*barriers, *((*one, "aligned") for one in barriers)], memory.barrier),
+            "fence": {one: partial(memory.fence, _SCOPES[one[-1]]) for one in fences}
+            | dict.fromkeys([("proxy", "async"), ("proxy", "async", "global")], memory.fence_async)
+            | dict.fromkeys(_IDLE_PROXIES, _nothing),
+            "membar": {(scope,): partial(memory.fence, _SCOPES[scope]) for scope in ("cta", "gl", "sys")}
+            | {("proxy", "alias"): _nothing},
             "griddepcontrol": {
                 ("wait",): memory.wait_for_previous_kernel, ("launch_dependents",): memory.let_next_kernel_start,
             },
@@ -269,7 +281,7 @@ class Accesses:
         if modifiers == ("async", "bulk", "commit_group"):
             return pending is None
         if modifiers == ("async", "bulk", "wait_group") and pending == 0 and active[0]:
-            self._memory.drain_async(bool(active.all()))
+            self._memory.drain_async(by_all=False)  # a thread waits for groups that it has committed
         return (
             modifiers[:3] == ("async", "bulk", "wait_group")
             and modifiers[3:] in ((), ("read",))

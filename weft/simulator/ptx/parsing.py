@@ -12,9 +12,13 @@ from weft.errors import NotInterpretable
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Register, special register or operand of the assembly ($0), by name."""
+    """Register, special register or operand of the assembly ($0), by name.
+
+    ``negated``: of a predicate, as ``!p``
+    """
 
     name: str
+    negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,14 @@ class Vector:
     parts: tuple[Register | Immediate, ...]
 
 
-Operand = Register | Immediate | Memory | Vector
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two results, ``p|q``."""
+
+    parts: tuple[Register | Immediate, ...]
+
+
+Operand = Register | Immediate | Memory | Vector | Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +150,10 @@ def _operand(part: str, text: str) -> Operand:
         if plus and not _NUMBER.fullmatch(offset):
             raise NotInterpretable(f"PTX `{text}` has an address that cannot be read: {part}")
         return Memory(_simple(base, text), _integer(offset) if plus else 0)
+    if "|" in part:
+        return Pair(tuple(_simple(one.strip(), text) for one in part.split("|", 1)))
+    if part[:1] == "!" and _REGISTER.fullmatch(part[1:].lstrip()):
+        return Register(part[1:].lstrip(), negated=True)
     return _simple(part, text)
 
 

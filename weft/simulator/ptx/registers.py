@@ -55,7 +55,7 @@ _OF_INTEGERS = {
 }  # fmt: skip
 # With a final "u" a comparison holds if a value is NaN.
 _OF_FLOATS = {*_COMPARISONS, *(f"{name}u" for name in _COMPARISONS), "num", "nan"}
-_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _SUMS = {"add": np.add, "sub": np.subtract}
 _EXTREMES = {"min": numerics.minimum, "max": numerics.maximum}
 # Functions that round to integers.
@@ -81,8 +81,8 @@ _MODIFIERS = {
 # Least and greatest number of operands of each instruction, the result among them.
 OPERANDS = {
     **dict.fromkeys(("mov", "cvta", "not", "neg", "abs", *_FUNCTIONS), (2, 2)),
-    **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "shl", "shr", "setp", *_LOGIC, *_EXTREMES), (3, 3)),
-    **dict.fromkeys(("mad", "fma", "selp"), (4, 4)), "cvt": (2, 3),
+    **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "shl", "shr", *LOGIC, *_EXTREMES), (3, 3)),
+    **dict.fromkeys(("mad", "fma", "selp"), (4, 4)), "cvt": (2, 3), "setp": (3, 4),
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _bounded(values: np.ndarray, modifiers: tuple[str, ...]) -> np.ndarray:
 
 
 def _setp(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
-    """Comparison; None where the type does not have it, or another predicate is combined with it."""
+    """Comparison; None where the type does not have it."""
     names = [name for name in modifiers[:-1] if name != "ftz"]
     left, right, name = typed(a, kind), typed(b, kind), names[0] if len(names) == 1 else ""
     if left.dtype.kind in "iu":
@@ -181,8 +181,8 @@ def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: lis
         return _setp(modifiers, kind, *sources)
     if name == "selp":
         return np.where(sources[2] != 0, raw(values[0]()), raw(values[1]()))
-    if name in _LOGIC:
-        return raw(_LOGIC[name](values[0](), values[1]()))
+    if name in LOGIC:
+        return raw(LOGIC[name](values[0](), values[1]()))
     if name in _SUMS or name in _EXTREMES:
         a, b = (value() for value in values)
         made = _SUMS[name](a, b) if name in _SUMS else _EXTREMES[name](a, b, "NaN" in modifiers)

@@ -13,14 +13,14 @@ import numpy as np
 from weft.errors import NotInterpretable
 from weft.simulator import numerics
 from weft.simulator.ptx.accesses import CACHE_HINT, Accesses, Memory, refusal
-from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Register, Vector
+from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Pair, Register, Vector
 from weft.simulator.ptx.parsing import Memory as Address
-from weft.simulator.ptx.registers import OPERANDS, TYPES, Bits, compute, packed, parts_of, raw
+from weft.simulator.ptx.registers import LOGIC, OPERANDS, TYPES, Bits, compute, packed, parts_of, raw
 
 _ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
 # Least and greatest number of operands, the result among them; one more of atom.cas, and one more with a cache policy.
 _ACCESSES = {"ld": 2, "ldu": 2, "st": 2, "atom": 3, "red": 2, "multimem": 2}
-_OPERANDS = {**OPERANDS, **{name: (count, count) for name, count in _ACCESSES.items()}}
+_OPERANDS = {**OPERANDS, "createpolicy": (1, 4), **{name: (count, count) for name, count in _ACCESSES.items()}}
 _IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
 
 
@@ -61,9 +61,12 @@ def _is_of_threads(one: Instruction) -> bool:
 class Run:
     """One execution. ``count``: threads, or elements of an elementwise block; ``memory``: the machine."""
 
-    def __init__(self, code: Code, operands: list[Bits | None], position: Position, memory: Memory) -> None:
-        """``operands``: bits of $0, $1, ...; None of a result."""
+    def __init__(
+        self, code: Code, operands: list[Bits | None], position: Position, memory: Memory, by_thread: bool
+    ) -> None:
+        """``operands``: bits of $0, $1, ...; None of a result. ``by_thread``: each thread executes the block."""
         self._code, self._position, self._accesses = code, position, Accesses(memory)
+        self._by_thread = by_thread
         self._operands = operands
 
     def run(self, active: np.ndarray) -> list[Bits]:
@@ -96,7 +99,8 @@ class Run:
 
     def _read(self, operand: Operand, one: Instruction) -> Bits:
         if isinstance(operand, Register):
-            return self._read_register(operand.name, one)
+            bits = self._read_register(operand.name, one)
+            return bits ^ np.uint64(1) if operand.negated else bits
         if isinstance(operand, Immediate):
             return self._constant(operand, one)
         raise _unknown(one)
@@ -152,9 +156,9 @@ class Run:
         _check(one)
         done = True
         if one.name in _ORDERING:
-            if one.name in ("bar", "barrier") and not chosen.all():
-                raise NotInterpretable(f"PTX `{one.text}` is reached by some threads of the program only")
-            done = self._accesses.order(one.name, one.modifiers)
+            if one.name in ("bar", "barrier"):
+                self._check_barrier(one, chosen)
+            done = self._accesses.order(one.name, one.modifiers, not self._by_thread or bool(chosen[0]))
         elif one.name == "cp":
             done = self._accesses.group(one.modifiers, _pending(one), chosen)
         elif one.name in ("ld", "ldu"):
@@ -168,10 +172,32 @@ class Run:
             self._atomic(one, chosen)
         elif one.name == "multimem":
             done = self._multicast(one, chosen)
+        elif one.name == "setp":
+            self._compare(one, chosen)
+        elif one.name == "createpolicy":  # of a cache hint, which has no effect
+            self._write(one.operands[0], np.zeros(self._count, np.uint64), chosen, one)
         else:
             self._compute(one, chosen)
         if not done:
             raise _unknown(one)
+
+    def _check_barrier(self, one: Instruction, chosen: np.ndarray) -> None:
+        """NotInterpretable for a barrier that is not one of all threads of the program."""
+        operands = [self._read(operand, one) for operand in one.operands]
+        if one.modifiers[:1] == ("warp",):
+            if len(operands) != 1:
+                raise _unknown(one, "it needs the mask of a warp's threads")
+            return
+        if not chosen.all():
+            raise NotInterpretable(f"PTX `{one.text}` is reached by some threads of the program only")
+        if not 1 <= len(operands) <= 2:
+            raise _unknown(one, "it needs a barrier's number, and may have a number of threads")
+        threads = self._position.threads
+        if len(operands) == 2 and (operands[1] != threads).any():
+            raise NotInterpretable(
+                f"PTX `{one.text}` is a barrier of {int(operands[1][0])} of the program's {threads} threads; "
+                f"only barriers of all are modelled"
+            )
 
     def _load(self, one: Instruction, loaded: list[Bits] | None, chosen: np.ndarray) -> None:
         target = one.operands[0]
@@ -216,6 +242,26 @@ class Run:
             raise _unknown(one)
         self._write(one.operands[0], result, chosen, one)
 
+    def _compare(self, one: Instruction, chosen: np.ndarray) -> None:
+        """Execute ``setp``, with each result combined with a predicate, if there is one.
+
+        The second result is of the opposite comparison.
+        """
+        to, *compared = one.operands
+        combine = [name for name in one.modifiers if name in LOGIC]
+        if len(combine) != len(compared) - 2 or any(isinstance(x, Register) and x.negated for x in compared[:2]):
+            raise _unknown(one)
+        modifiers = tuple(name for name in one.modifiers if name not in LOGIC)
+        a, b, *further = [self._read(operand, one) for operand in compared]
+        holds = compute("setp", modifiers, [a, b])
+        if holds is None:
+            raise _unknown(one)
+        for register, value in zip(
+            to.parts if isinstance(to, Pair) else (to,), (holds, holds ^ np.uint64(1)), strict=False
+        ):
+            combined = LOGIC[combine[0]](value, further[0]) if combine else value
+            self._write(register, combined, chosen, one)
+
     def _move_parts(self, one: Instruction, chosen: np.ndarray) -> bool:
         """Move between a register and its parts, or of a vector register. False if it is neither.
 
@@ -250,6 +296,8 @@ def _check(one: Instruction) -> None:
     count = len(one.operands)
     if not why and not least + more <= count <= most + more:
         why = f"it has {count} operand{'s' * (count != 1)} and needs {least + more}"
+    if not why and one.name != "setp" and any(isinstance(x, Register) and x.negated for x in one.operands):
+        why = "only setp takes a negated predicate as an operand"
     if why:
         raise _unknown(one, why)
 

@@ -119,6 +119,40 @@ def test_each_rank_and_run_has_modules_of_folders_without_init(report, tmp_path)
     assert found.ok and not any(name.startswith("outer") for name in sys.modules), str(found)
 
 
+def test_a_module_that_waits_for_ranks_while_it_is_imported_is_refused(report, tmp_path):
+    """Python would have the next rank that imports it wait for this rank's thread, without end."""
+    (tmp_path / "comm.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('nccl')\ndist.barrier()\nRANK = dist.get_rank()\n"
+    )
+    text = """
+        import comm
+
+        def main(rank, size):
+            assert comm.RANK == rank
+    """
+    assert report(text, 1, 1).ok
+    assert "module comm waits for other ranks or a kernel while it is imported; move the call" in str(
+        report(text, 2, 1)
+    )
+
+
+def test_weft_s_modules_are_of_all_ranks(report, monkeypatch):
+    text = """
+        import sys
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            import weft.check.sarif
+            dist.barrier()
+            kept = [None] * size
+            dist.all_gather_object(kept, id(sys.modules["weft.check.sarif"]))
+            assert len(set(kept)) == 1
+    """
+    monkeypatch.delitem(sys.modules, "weft.check.sarif", raising=False)
+    found = report(text, 2, 1)
+    assert found.ok and "weft.check.sarif" in sys.modules, str(found)
+
+
 def test_tensors_are_of_the_gpu(report):
     text = """
         def main(rank, size):

@@ -9,14 +9,20 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import filterfalse
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from weft.errors import NotInterpretable
 from weft.runtime.environment import replaced
 
-_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+# Folders of Python, of installed packages and of weft itself, which may be installed by a link to its repository.
+_INSTALLED = tuple({
+    *site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),
+    f"{Path(__file__).parents[2]}/",
+})  # fmt: skip
 
 
 class Process:
@@ -29,6 +35,7 @@ class Process:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0",
         }  # fmt: skip
         self.arguments: list[str] = []
+        self._has_peers, self._half_imported = size > 1, ""
         self.folders: list[str] = []  # where it finds modules first
         self._modules: dict[str, ModuleType] = {}
         self._torch = torch.Generator().get_state()
@@ -57,13 +64,25 @@ class Process:
             self._modules = self._taken_out(shared)
             if sys.modules["__main__"] is not main:
                 self._modules["__main__"], sys.modules["__main__"] = sys.modules["__main__"], main
+        if (
+            self._half_imported and self._has_peers
+        ):  # Python would have a peer that imports it wait for this rank's thread
+            raise NotInterpretable(
+                f"module {self._half_imported} waits for other ranks or a kernel while it is imported; "
+                f"move the call into a function that the program calls after its imports"
+            )
 
     def _taken_out(self, shared: set[str]) -> dict[str, ModuleType]:
         """Modules that this rank has imported, taken out of ``sys.modules``."""
         new = list(filterfalse(shared.__contains__, sys.modules))
+        self._half_imported = next((name for name in reversed(new) if _is_half_imported(sys.modules[name])), "")
         # All before the first is taken out: a package without a file looks for its parent there.
         shared.update([name for name in new if is_installed(sys.modules[name])])
         return {name: sys.modules.pop(name) for name in new if name not in shared}
+
+
+def _is_half_imported(module: ModuleType) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def is_installed(module: ModuleType) -> bool:

@@ -314,7 +314,9 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
         (1, "torch.load"), (2, "all_gather_object"), (3, "yaml"),
     ]  # fmt: skip
     found = [f"{name_of(file)} {call}" for file in FILES for _, call in source_of(file).calls]
-    assert sorted(set(found)) == [f"weft/runtime/{name}.py pickle.loads" for name in ("early", "launch")]
+    # The groups of weft check give virtual ranks of one process what another one of them has pickled.
+    among = ["weft/check/torch_programs/groups.py", "weft/runtime/early.py", "weft/runtime/launch.py"]
+    assert sorted(set(found)) == [f"{file} pickle.loads" for file in among]
 
 
 STAGES = (

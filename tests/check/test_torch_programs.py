@@ -153,6 +153,47 @@ def test_weft_s_modules_are_of_all_ranks(report, monkeypatch):
     assert found.ok and "weft.check.sarif" in sys.modules, str(found)
 
 
+def test_objects_of_other_ranks_are_copies(report):
+    text = """
+        class Info:
+            def __init__(self, rank):
+                self.rank, self.x = rank, torch.full((2,), float(rank), device="cuda")
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            gathered, mine, sent = [None] * size, Info(rank), [Info(rank), "x"]
+            dist.all_gather_object(gathered, mine)
+            dist.broadcast_object_list(sent, 1)
+            mine.rank = mine.x[0] = 9
+            dist.barrier()
+            assert all(type(info) is Info and info.x.tolist() == [float(info.rank)] * 2 for info in gathered)
+            assert [info.rank for info in gathered] == list(range(size)) and sent[0].rank == 1 and type(sent[0]) is Info
+    """
+    found = report(text, 3, 2)
+    assert found.ok, str(found)
+
+
+def test_classes_for_gpus_may_be_named(report):
+    text = """
+        from typing import Optional
+        from torch.distributed._symmetric_memory import _SymmetricMemory
+
+        def of(graph: torch.cuda.CUDAGraph | None = None, handle: _SymmetricMemory | None = None,
+               stream: torch.cuda.Stream | None = None, same: Optional[_SymmetricMemory] = None) -> None:
+            pass
+
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            handle = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD)
+            assert isinstance(handle, _SymmetricMemory) and not isinstance(3, (_SymmetricMemory, torch.cuda.CUDAGraph))
+            torch.cuda.nvtx.mark("begin")
+            with torch.cuda.nvtx.range("step {}", rank):
+                of(handle=handle)
+    """
+    found = report(text, 2, 1)
+    assert found.ok, str(found)
+
+
 def test_tensors_are_of_the_gpu(report):
     text = """
         def main(rank, size):

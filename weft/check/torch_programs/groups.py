@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -180,10 +181,13 @@ class Groups:
         return Done()
 
     def all_gather_object(self, objects: list, obj: object, group: Named = None) -> None:
-        objects[:] = self.meet("all_gather_object", group, obj)
+        objects[:] = map(pickle.loads, self.meet("all_gather_object", group, pickle.dumps(obj)))
 
     def broadcast_object_list(self, objects: list, src: int = 0, group: Named = None, **_: object) -> None:
-        objects[:] = self.meet("broadcast_object_list", group, list(objects))[self.of(group).members.index(src)]
+        is_source = self._ranks.here.rank == src
+        sent = self.meet("broadcast_object_list", group, pickle.dumps(list(objects)) if is_source else b"")
+        if not is_source:
+            objects[:] = pickle.loads(sent[self.of(group).members.index(src)])
 
     # --- names in torch ----------------------------------------------------------------------------------------------
 

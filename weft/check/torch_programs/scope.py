@@ -24,7 +24,7 @@ from weft.check.torch_programs import devices, drivers, operators, streams
 from weft.check.torch_programs.groups import Group, Groups
 from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.ranks import ranks_if_running
-from weft.check.torch_programs.symmetric import SymmetricMemory
+from weft.check.torch_programs.symmetric import Handle, SymmetricMemory
 from weft.simulator.interpreter.patching import Patches
 from weft.triton_api import driver, testing
 
@@ -47,6 +47,7 @@ def patches(ranks: Ranks) -> Iterator[None]:
     try:
         for owner, members in (
             (torch.cuda, _cuda(ranks)),
+            (torch.cuda.nvtx, dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing)),
             (torch.accelerator, _accelerator(ranks)),
             # Tensors are on the GPU whatever the default device.
             (torch, {"set_default_device": _nothing}),
@@ -88,17 +89,17 @@ def _lasting(owner: ModuleType, name: str, is_function: bool) -> object:
     def call(*args: object, **kwargs: object) -> object:
         return member()(*args, **kwargs)
 
-    return call if is_function else _Lasting(member)
+    return call if is_function else _Lasting(name, (), {"member": member})
 
 
-class _Lasting:
-    """Object that leads to another one by its attributes."""
+class _Lasting(type):
+    """Class, as annotations need it, that leads to the object ``member()`` by its attributes."""
 
-    def __init__(self, member: Callable[[], Any]) -> None:
-        self._member = member
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(vars(cls)["member"](), name)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._member(), name)
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, vars(cls)["member"]().instances)
 
 
 @contextmanager
@@ -134,9 +135,6 @@ def _cuda(ranks: Ranks) -> dict[str, Any]:
         "reset_peak_memory_stats",
     )  # fmt: skip
 
-    def graphs(*_: object, **__: object) -> None:
-        raise ranks.refuse("a CUDA graph", "call the function itself")
-
     return {
         "Stream": streams.Stream, "Event": streams.Event, "stream": partial(streams.on_stream, ranks),
         "StreamContext": partial(streams.on_stream, ranks),
@@ -150,7 +148,7 @@ def _cuda(ranks: Ranks) -> dict[str, Any]:
         "can_device_access_peer": lambda *_: True, "is_current_stream_capturing": lambda: False,
         "synchronize": synchronize,
         "mem_get_info": lambda *_: (100 << 30, 141 << 30), "memory_allocated": lambda *_: 0,
-        "CUDAGraph": graphs, "graph": graphs,
+        "CUDAGraph": streams.Graph, "graph": streams.Graph,
         **dict.fromkeys(idle, _nothing),
     }  # fmt: skip
 
@@ -189,6 +187,7 @@ def _symmetric(memory: SymmetricMemory) -> dict[str, Any]:
     direct = SimpleNamespace(
         empty_strided_p2p=memory.empty_strided, rendezvous=memory.rendezvous, set_backend=memory.set_backend,
         get_backend=memory.backend, has_multicast_support=lambda *_: True, stream_write_value32=memory.write_value,
+        instances=Handle,
     )  # fmt: skip
     return {
         "empty": memory.empty, "rendezvous": memory.rendezvous, "get_symm_mem_workspace": memory.workspace,

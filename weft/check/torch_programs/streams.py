@@ -78,6 +78,13 @@ class Stream:
         self.ranks.here.stream = self.ranks.here.scopes.pop()
 
 
+class Graph:
+    """Stand-in for ``torch.cuda.CUDAGraph``, which may be named and not made."""
+
+    def __new__(cls, *_: object, **__: object) -> Graph:
+        raise running_ranks().refuse("a CUDA graph", "call the function itself")
+
+
 class Event:
     """Stand-in for ``torch.cuda.Event``."""
 

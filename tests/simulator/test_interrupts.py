@@ -89,6 +89,29 @@ def test_one_interrupt_ends_a_loop_of_host_code(reads):
     assert ended.is_set() and len(presses) == 1 and not is_active()
 
 
+def test_host_code_cleans_up_after_an_interrupt():
+    begun, cleaned = threading.Event(), []
+
+    def cleans_up(team):
+        begun.set()
+        try:
+            while True:
+                time.sleep(1e-4)
+        finally:
+            for _ in range(25):
+                time.sleep(0.01)
+            cleaned.append(True)
+
+    def press():
+        begun.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        weft.simulate(cleans_up, 1)
+    assert cleaned and not is_active()
+
+
 @triton.jit
 def counts(x):
     for _ in range(100):

@@ -19,6 +19,9 @@ from weft.simulator.machine.polling import ReadHistory
 
 # Seconds between two checks whether to go on waiting for host code when a simulation ends early.
 _HURRY_AFTER = 0.1
+# Such checks between the first and the second Abandoned thrown into host code, whose cleanup the second would break off. Each
+# further interval is twice as long.
+_CLEANUP = 20
 # Byte ranges of an access: (low, high, may be written).
 Footprint = tuple[tuple[int, int, bool], ...]
 
@@ -163,13 +166,16 @@ class ThreadTask(Task):
 
     def abandon(self, interrupted: bool, hurried: Callable[[], bool]) -> None:
         self._leaving = True
+        checks, next_throw, interval = 0, 1, _CLEANUP
         while self._thread is not None and self._thread.is_alive() and not self.finished:
             self._turn.put(None)
             while not self._has_come_back():
                 if hurried():
                     return  # it ends when it comes to its next pause
-                if interrupted:  # a loop of host code may come to no pause
+                checks += 1
+                if interrupted and checks == next_throw:  # a loop of host code may come to no pause
                     _throw(Abandoned, self._thread)
+                    next_throw, interval = checks + interval, 2 * interval
         self.finished = True
         if self._thread is not None:
             self._thread.join()

@@ -228,7 +228,9 @@ without thread 0 counts for no thread; proxy fences of shared memory, aliases an
 | descriptor stores | `cp.async.bulk.wait_group 0` by thread 0, which makes them, completes them, with `.read` not; other \
 threads know it after a CTA barrier; \
 `cp.async.bulk.commit_group` |
-| arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
+| arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `abs`, `and`, `or`, `xor`, `not`, `shl`, `shr`, \
+`lop3`, `prmt` without a mode |
+| threads of a warp | `shfl.sync`, by threads that its mask names; `elect.sync` elects the lowest lane of its mask |
 | floats | `div`, `rcp`, `sqrt`, `rsqrt`, `ex2`, `lg2`, `sin`, `cos`, `tanh`, in fp64 and rounded once |
 | modifiers | `.rn`, `.ftz` and `.approx` change nothing, subnormals are kept; `.sat`, `.relu`, `.satfinite`, `.NaN` \
 of floats; other roundings only in `cvt`: `.rz`, `.rni`, `.rzi`, `.rmi`, `.rpi` |

@@ -61,6 +61,10 @@ def computes(x, out, ASM: tl.constexpr):
         ("{.reg .pred p; mov.u32 $0, 5; setp.ge.s32 p, $1, 0; @p bra end; mov.u32 $0, 6; end:}",
          lambda x, i: torch.where(x < 0, 6, 5)),
         ("{.reg .s64 w; cvt.s64.s32 w, $1; add.s64 w, w, 1; cvt.s32.s64 $0, w;}", lambda x, i: x + 1),
+        ("lop3.b32 $0, $1, $2, 7, 0x96;", lambda x, i: x ^ i ^ 7),
+        ("lop3.b32 $0, $1, $2, 12, 0xE2;", lambda x, i: (x & i) | (12 & ~i)),
+        ("prmt.b32 $0, $1, $2, 0x4321;", lambda x, i: ((x.long() & 0xFFFFFFFF) >> 8 | i << 24).int()),
+        ("prmt.b32 $0, $1, 0, 0x8880;", lambda x, i: (x & 255) - 256 * (x < 0) & -1),
         ("{.reg .pred p, q; setp.lt.s32 p|q, $1, 0; selp.b32 $0, 1, 2, q;}", lambda x, i: torch.where(x < 0, 2, 1)),
         ("{.reg .pred p, q; setp.gt.s32 q, $1, 2; setp.lt.and.s32 p, $2, 6, q; selp.b32 $0, 1, 2, p;}",
          lambda x, i: torch.where((i < 6) & (x > 2), 1, 2)),
@@ -217,6 +221,11 @@ def test_constants_have_the_bits_that_ptxas_gives_them(assembly, bits):
         ("setp.lt.and.s32 p, $1, 0", "is not known"),
         ("add.s32 $0, $1, !$2", "only setp takes a negated predicate"),
         ("mov.b32 p|q, $1", "is not known"),
+        ("prmt.b32.f4e $0, $1, $2, 0", "is not known"),
+        ("lop3.b32 $0, $1, $2, $2", "it has 4 operands and needs 5"),
+        ("shfl.sync.idx.b32 $0, $1, 0, 31", "it has 4 operands and needs 5"),
+        ("shfl.sync.idx.f32 $0, $1, 0, 31, -1", "is not known"),
+        ("shfl.sync.idx.b32 $0, $1, 0, 31, 1", "is executed by other threads than its mask names"),
         ("mov.b32 {a, b, c}, $1", "is not known"),
         ("cvt.f32 $0, $1", "is not known"),
         ("bra", "is not known"),
@@ -387,6 +396,38 @@ def thread():
 @triton.jit
 def threads():
     return tl.inline_asm_elementwise("mov.u32 $0, %ntid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def exchanges(out, ASM: tl.constexpr):
+    at = tl.arange(0, 64)
+    tl.store(out + at, tl.inline_asm_elementwise(ASM, "=r,r", [at], tl.int32, False, 1))
+
+
+@pytest.mark.parametrize(
+    ("assembly", "expected"),
+    [
+        ("shfl.sync.bfly.b32 $0, $1, 5, 31, 0xffffffff;", lambda i: i ^ 5),
+        ("shfl.sync.idx.b32 $0, $1, 3, 31, 0xffffffff;", lambda i: i // 32 * 32 + 3),
+        ("shfl.sync.idx.b32 $0, $1, 1, 0x181f, 0xffffffff;", lambda i: i // 8 * 8 + 1),
+        ("shfl.sync.up.b32 $0, $1, 2, 0, 0xffffffff;", lambda i: torch.where(i % 32 < 2, i, i - 2)),
+        ("{.reg .pred p; shfl.sync.down.b32 $0|p, $1, 4, 31, 0xffffffff; @!p mov.b32 $0, -1;}",
+         lambda i: torch.where(i % 32 < 28, i + 4, -1)),
+        ("{.reg .pred p; elect.sync $0|p, 0xffffffff; @p mov.b32 $0, 7;}", lambda i: torch.where(i % 32 == 0, 7, 0)),
+        ("{.reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.ge.u32 p, t, 16; mov.b32 $0, 1; "
+         "@p elect.sync $0|_, 0xffff0000;}", lambda i: torch.where(i % 32 < 16, 1, 16)),
+    ],
+)  # fmt: skip
+def test_threads_of_a_warp_exchange_values(assembly, expected):
+    out = torch.zeros(64, dtype=torch.int32)
+    simulate(lambda _: exchanges[(1,)](out, assembly, num_warps=2), 1)
+    assert out.tolist() == expected(torch.arange(64)).tolist()
+
+
+def test_a_value_of_a_thread_that_is_not_there_is_refused():
+    assembly = "{.reg .pred p; setp.lt.s32 p, $1, 4; @p shfl.sync.down.b32 $0, $1, 2, 31, 15;}"
+    with pytest.raises(NotInterpretable, match="takes the value of a thread that does not execute it"):
+        simulate(lambda _: exchanges[(1,)](torch.zeros(64, dtype=torch.int32), assembly, num_warps=2), 1)
 
 
 @triton.jit

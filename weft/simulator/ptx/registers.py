@@ -82,7 +82,7 @@ _MODIFIERS = {
 OPERANDS = {
     **dict.fromkeys(("mov", "cvta", "not", "neg", "abs", *_FUNCTIONS), (2, 2)),
     **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "shl", "shr", *LOGIC, *_EXTREMES), (3, 3)),
-    **dict.fromkeys(("mad", "fma", "selp"), (4, 4)), "cvt": (2, 3), "setp": (3, 4),
+    **dict.fromkeys(("mad", "fma", "selp", "prmt"), (4, 4)), "lop3": (5, 5), "cvt": (2, 3), "setp": (3, 4),
 }  # fmt: skip
 
 
@@ -127,6 +127,30 @@ def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) 
     return raw(np.where(amount == width, beyond, shifted).astype(values.dtype))
 
 
+def _lop3(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
+    """Logic of three operands: bit 4 a + 2 b + c of the table for each of their bits."""
+    result = np.zeros_like(a)
+    for row in range(8):
+        here = np.full_like(a, 2**32 - 1)
+        for operand, bit in ((a, 4), (b, 2), (c, 1)):
+            here &= operand if row & bit else ~operand
+        result |= np.where(table >> np.uint64(row) & np.uint64(1) != 0, here, np.uint64(0))
+    return result
+
+
+def _prmt(a: Bits, b: Bits, selectors: Bits) -> Bits:
+    """Four of the bytes of a and b, by selectors of 4 bits, whose highest takes the byte's sign."""
+    both, bytes_ = a & np.uint64(2**32 - 1) | b << np.uint64(32), []
+    for selector in parts_of(selectors, 4, 4):
+        byte = both >> (selector % np.uint64(8) * np.uint64(8)) & np.uint64(0xFF)
+        sign = np.where(byte >= 0x80, np.uint64(0xFF), np.uint64(0))
+        bytes_.append(np.where(selector >= 8, sign, byte))
+    return packed(bytes_, 8)
+
+
+_OF_WORDS = {"lop3": _lop3, "prmt": _prmt}
+
+
 def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
     """Result of an instruction; None for one that is not known."""
     kind = modifiers[-1] if modifiers else ""
@@ -143,6 +167,8 @@ def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits 
         lanes = zip(*(parts_of(bits, count, width) for bits in sources), strict=True)
         results = [compute(name, (*modifiers[:-1], one), list(lane)) for lane in lanes]
         return None if any(part is None for part in results) else packed(results, width)
+    if name in _OF_WORDS:
+        return _OF_WORDS[name](*sources) if kind == "b32" else None
     if kind not in TYPES:
         return None
     with np.errstate(all="ignore"):

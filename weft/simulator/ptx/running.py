@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.errors import NotInterpretable
 from weft.simulator import numerics
+from weft.simulator.ptx import warps
 from weft.simulator.ptx.accesses import CACHE_HINT, Accesses, Memory, refusal
 from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Pair, Register, Vector
 from weft.simulator.ptx.parsing import Memory as Address
@@ -20,7 +21,13 @@ from weft.simulator.ptx.registers import LOGIC, OPERANDS, TYPES, Bits, compute, 
 _ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
 # Least and greatest number of operands, the result among them; one more of atom.cas, and one more with a cache policy.
 _ACCESSES = {"ld": 2, "ldu": 2, "st": 2, "atom": 3, "red": 2, "multimem": 2}
-_OPERANDS = {**OPERANDS, "createpolicy": (1, 4), **{name: (count, count) for name, count in _ACCESSES.items()}}
+_OF_WARPS = {"shfl": (5, 5), "elect": (2, 2)}
+_OPERANDS = {
+    **OPERANDS,
+    **_OF_WARPS,
+    "createpolicy": (1, 4),
+    **{name: (count, count) for name, count in _ACCESSES.items()},
+}
 _IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
 
 
@@ -55,7 +62,11 @@ def needs_threads(code: Code) -> bool:
 def _is_of_threads(one: Instruction) -> bool:
     by_thread = ("%tid", "%laneid", "%warpid")
     reads = any(isinstance(x, Register) and x.name.startswith(by_thread) for x in one.operands)
-    return reads or one.name in ("atom", "red", "cp") or (one.name, one.modifiers[:1]) == ("multimem", ("red",))
+    return (
+        reads
+        or one.name in ("atom", "red", "cp", *_OF_WARPS)
+        or (one.name, one.modifiers[:1]) == ("multimem", ("red",))
+    )
 
 
 class Run:
@@ -174,6 +185,8 @@ class Run:
             done = self._multicast(one, chosen)
         elif one.name == "setp":
             self._compare(one, chosen)
+        elif one.name in _OF_WARPS:
+            done = self._exchange(one, chosen)
         elif one.name == "createpolicy":  # of a cache hint, which has no effect
             self._write(one.operands[0], np.zeros(self._count, np.uint64), chosen, one)
         else:
@@ -241,6 +254,25 @@ class Run:
         if result is None:
             raise _unknown(one)
         self._write(one.operands[0], result, chosen, one)
+
+    def _exchange(self, one: Instruction, chosen: np.ndarray) -> bool:
+        """Execute an instruction of a warp's threads; False for one that is not known."""
+        to, *operands = one.operands
+        *values, masks = [self._read(operand, one) for operand in operands]
+        if not warps.reach(masks, chosen):
+            raise NotInterpretable(f"PTX `{one.text}` is executed by other threads than its mask names")
+        sources = np.arange(self._count)
+        if one.name == "elect" and one.modifiers == ("sync",):
+            results = warps.elected(masks)
+        elif one.name == "shfl" and one.modifiers in [("sync", mode, "b32") for mode in ("up", "down", "bfly", "idx")]:
+            *results, sources = warps.shuffled(one.modifiers[1], *values)
+        else:
+            return False
+        if not chosen[sources[chosen]].all():
+            raise NotInterpretable(f"PTX `{one.text}` takes the value of a thread that does not execute it")
+        for register, bits in zip(to.parts if isinstance(to, Pair) else (to,), results, strict=False):
+            self._write(register, bits, chosen, one)
+        return True
 
     def _compare(self, one: Instruction, chosen: np.ndarray) -> None:
         """Execute ``setp``, with each result combined with a predicate, if there is one.

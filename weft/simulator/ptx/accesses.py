@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +42,17 @@ _IDLE_PROXIES = [
     ("proxy", "alias"), ("proxy", "async", "shared::cta"), ("proxy", "async", "shared::cluster"),
     *(("proxy", "tensormap::generic", way, scope) for way in ("acquire", "release") for scope in _SCOPES.keys() - {"gl"}),
 ]  # fmt: skip
+_BARRIERS = [("sync",), ("cta", "sync")]
+# Barriers and fences by name and modifiers: the method of ``Memory`` and its argument, () for what has no effect.
+_ORDERS: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
+    "bar": {**dict.fromkeys(_BARRIERS, ("barrier",)), ("warp", "sync"): ()},
+    "barrier": dict.fromkeys([*_BARRIERS, *((*one, "aligned") for one in _BARRIERS)], ("barrier",)),
+    "fence": {(*order, scope): ("fence", _SCOPES[scope]) for order in _FENCES for scope in _SCOPES if scope != "gl"}
+    | dict.fromkeys([("proxy", "async"), ("proxy", "async", "global")], ("fence_async",))
+    | dict.fromkeys(_IDLE_PROXIES, ()),
+    "membar": {(scope,): ("fence", _SCOPES[scope]) for scope in ("cta", "gl", "sys")} | {("proxy", "alias"): ()},
+    "griddepcontrol": {("wait",): ("wait_for_previous_kernel",), ("launch_dependents",): ("let_next_kernel_start",)},
+}
 # At most one of each.
 _EXCLUSIVE = (frozenset({"weak", "volatile", *_SEMANTICS}), frozenset(_SCOPES), _VECTORS)
 # Most threads whose atomics are separate steps of the schedule; atomics of more threads are one step.
@@ -125,10 +134,6 @@ def refusal(name: str, modifiers: tuple[str, ...]) -> str:
         return f"its last modifier, .{kind}, is no type that is modelled" if kind else "it has no type"
     given = ([f".{one}" for one in options if one in group] for group in _EXCLUSIVE)
     return next((f"{' and '.join(several)} exclude each other" for several in given if len(several) > 1), "")
-
-
-def _nothing() -> None:
-    """Do nothing, for what has no effect in the model."""
 
 
 def _spread(addresses: np.ndarray, width: int, itemsize: int) -> np.ndarray:
@@ -249,28 +254,11 @@ class Accesses:
 
         ``by_first``: thread 0 executes it, which makes the program's scalar accesses. Without it a fence counts for no thread.
         """
-        action = self._orders().get(name, {}).get(modifiers)
-        if action is not None and (by_first or name not in ("fence", "membar")):
-            action()
+        action = _ORDERS.get(name, {}).get(modifiers)
+        if action and (by_first or name not in ("fence", "membar")):
+            method, *arguments = action
+            getattr(self._memory, method)(*arguments)
         return action is not None
-
-    def _orders(self) -> dict[str, dict[tuple[str, ...], Callable[[], object]]]:
-        """Actions of barriers and fences, by their names and modifiers."""
-        memory = self._memory
-        barriers = [("sync",), ("cta", "sync")]
-        fences = [(*order, scope) for order in _FENCES for scope in _SCOPES if scope != "gl"]
-        return {
-            "bar": {**dict.fromkeys(barriers, memory.barrier), ("warp", "sync"): _nothing},
-            "barrier": dict.fromkeys([*barriers, *((*one, "aligned") for one in barriers)], memory.barrier),
-            "fence": {one: partial(memory.fence, _SCOPES[one[-1]]) for one in fences}
-            | dict.fromkeys([("proxy", "async"), ("proxy", "async", "global")], memory.fence_async)
-            | dict.fromkeys(_IDLE_PROXIES, _nothing),
-            "membar": {(scope,): partial(memory.fence, _SCOPES[scope]) for scope in ("cta", "gl", "sys")}
-            | {("proxy", "alias"): _nothing},
-            "griddepcontrol": {
-                ("wait",): memory.wait_for_previous_kernel, ("launch_dependents",): memory.let_next_kernel_start,
-            },
-        }  # fmt: skip
 
     def group(self, modifiers: tuple[str, ...], pending: int | None, active: np.ndarray) -> bool:
         """Commit bulk groups, or wait until at most ``pending`` are not complete; False for another copy.

@@ -812,22 +812,29 @@ BY = "{{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.{}.u32 p, t, {}; @p {
 
 
 @pytest.mark.parametrize(
-    ("fence", "expected"),
+    ("fence", "threads", "expected"),
     [
-        ("fence.acq_rel.gpu;", []),
-        (BY.format("eq", 0, "fence.acq_rel.gpu"), []),
-        (BY.format("eq", 1, "fence.acq_rel.gpu"), ["relaxed-order"]),
-        (BY.format("ne", 0, "membar.gl"), ["relaxed-order"]),
+        ("fence.acq_rel.gpu;", ">= 0", []),
+        ("fence.acq_rel.gpu;", "< 2", []),
+        ("fence.acq_rel.gpu;", "== 1", ["relaxed-order"]),
+        (BY.format("eq", 0, "fence.acq_rel.gpu"), ">= 0", []),
+        (BY.format("eq", 1, "fence.acq_rel.gpu"), ">= 0", ["relaxed-order"]),
+        (BY.format("ne", 0, "membar.gl"), ">= 0", ["relaxed-order"]),
     ],
 )
-def test_a_fence_is_of_the_threads_that_execute_it(report, fence, expected):
+def test_a_fence_is_of_the_threads_that_execute_it(report, fence, threads, expected):
     text = f"""
+        @triton.jit
+        def thread():
+            return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
+
         @triton.jit
         def passes(x, out, flag):
             if tl.program_id(0) == 0:
                 tl.store(x + tl.arange(0, 128), 3.0)
                 tl.debug_barrier()
-                tl.inline_asm_elementwise("{fence}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                if thread() {threads}:
+                    tl.inline_asm_elementwise("{fence}", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
                 tl.atomic_xchg(flag, 1, sem="relaxed")
             else:
                 while tl.atomic_add(flag, 0, sem="acquire") == 0:

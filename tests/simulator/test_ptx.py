@@ -550,6 +550,12 @@ def differs(out, CASE: tl.constexpr):
     elif CASE == 2:
         if thread() < 3:
             tl.inline_asm_elementwise("bar.sync 0;", "=r", [thread()], dtype=tl.int32, is_pure=False, pack=1)
+    elif CASE == 5:
+        if thread() < 3:
+            tl.inline_asm_elementwise("bar.sync 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    elif CASE == 6:
+        if thread() < 3:
+            tl.debug_barrier()
     elif CASE == 3:
         tl.inline_asm_elementwise("mbarrier.inval.b64 [$0];", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -562,6 +568,8 @@ def differs(out, CASE: tl.constexpr):
         (0, "differs between the threads of a program (%tid) is a condition with an else"),
         (1, "differs between the threads"),
         (2, "`bar.sync 0` is reached by some threads of the program only"),
+        (5, "`bar.sync 0` is reached by some threads of the program only"),
+        (6, "is reached by 3 of the program's 128 threads; move it out of the branch"),
         (3, "PTX `mbarrier.inval.b64 [$0]` is not known"),
         (4, "PTX `ld.shared.u32 $0, [$1]` is not known"),
     ],

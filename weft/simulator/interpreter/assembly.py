@@ -96,7 +96,8 @@ class Assembly:
         shape = _common_shape(args)
         size = int(np.prod(shape or ()))
         differ = any(x.type is x.dtype and x.handle.data.size > 1 for x in args)
-        by_thread = differ or running.needs_threads(code)
+        in_branch = active is not None and shape is None and running.orders(code)
+        by_thread = differ or in_branch or running.needs_threads(code)
         if active is None:
             active = np.ones(position.threads, np.bool_)
         count = position.threads if by_thread else size

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import triton.language as tl
 
+from weft.errors import NotInterpretable
 from weft.simulator import numerics
 from weft.simulator.interpreter import libdevice
 from weft.simulator.interpreter.descriptors import Descriptor
@@ -71,6 +72,12 @@ class Builder(InterpreterBuilder):
         return Handle(np.array([self.port.program()[1][axis]], np.int32), tl.int32)
 
     def create_barrier(self) -> None:
+        active = self.port.active_threads()
+        if active is not None and not active.all():
+            raise NotInterpretable(
+                f"tl.debug_barrier() in {self.names()} is reached by {int(active.sum())} of the program's "
+                f"{active.size} threads; move it out of the branch"
+            )
         self.port.barrier()
 
     def create_print(self, prefix: str, hexadecimal: bool, values: list[Handle], is_signed: object) -> None:

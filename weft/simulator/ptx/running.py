@@ -59,6 +59,11 @@ def needs_threads(code: Code) -> bool:
     return code.loops or any(_is_of_threads(one) for one in code.instructions)
 
 
+def orders(code: Code) -> bool:
+    """True if the block has a barrier or a fence."""
+    return any(one.name in _ORDERING for one in code.instructions)
+
+
 def _is_of_threads(one: Instruction) -> bool:
     by_thread = ("%tid", "%laneid", "%warpid")
     reads = any(isinstance(x, Register) and x.name.startswith(by_thread) for x in one.operands)

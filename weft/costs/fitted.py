@@ -15,8 +15,8 @@ FILE = Path(__file__).parent / "fitted.json"
 
 # Variants of ops whose rows and weights are in fp8.
 FP8_VARIANTS = ("block_fp8", "channel_fp8")
-# Share of the last wave that cuBLAS's GEMM with scales of blocks loses, and no time besides. By prompts of 512 to 1,536 tokens
-# on two H200s (benchmarks/results/h200-x2-fp8-prompts), since waves of the ops' rows, of 4,096 tokens, are nearly full.
+# Share of the last wave that cuBLAS's GEMM with scales of blocks loses; it loses nothing at its begin. By prompts of 512 to
+# 1,536 tokens on two H200s (benchmarks/results/h200-x2-fp8-prompts): in the ops' rows, of 4,096 tokens, waves are nearly full.
 BLOCK_WAVES = 0.45
 
 

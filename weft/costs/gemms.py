@@ -48,7 +48,7 @@ def sequential_rows(world_size: int) -> int:
 class Size(NamedTuple):
     """One GEMM.
 
-    fp8          rows and weights are in it, which tensor cores multiply twice as fast; blocks: with scales of blocks
+    fp8          rows and weights are in fp8, which tensor cores multiply twice as fast; blocks: with scales of blocks
     local_first  all ranks' rows begin with this rank's, as of the ops with a collective
     """
 

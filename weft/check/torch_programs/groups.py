@@ -180,6 +180,9 @@ class Groups:
         tensor.copy_(parts[self.of(group).members.index(src)])
         return Done()
 
+    # Objects go from one virtual rank to another as bytes, so that the receiver has copies, of classes of modules that it has
+    # imported. What is unpickled was pickled by a rank of this process a moment before; nothing comes from outside.
+
     def all_gather_object(self, objects: list, obj: object, group: Named = None) -> None:
         objects[:] = map(pickle.loads, self.meet("all_gather_object", group, pickle.dumps(obj)))
 

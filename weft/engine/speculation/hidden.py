@@ -87,9 +87,8 @@ class HiddenDrafter:
         proposed, states = [self.first[:batch]], self.states[:batch]
         newest, last = self.slots.positions[:batch], self.slots.last[:batch]
         positions = newest + torch.arange(max(0, drafts - 1), device=newest.device)[:, None]
-        for position, at in zip(
-            positions + 2, torch.where((newest >= 0) & (positions <= last), positions, -1), strict=True
-        ):
+        rows = torch.where((newest >= 0) & (positions <= last), positions, -1)
+        for at, position in zip(rows, positions + 2, strict=True):
             step = self.head.body.decode_step(at, self.slots.table[:batch], self.page_size)
             normed, states = self.head(proposed[-1].clamp(min=0), states, step, self._cache)
             proposed.append(choose_drafts(self.pipeline, self.slots, self.head.logits(normed), position))

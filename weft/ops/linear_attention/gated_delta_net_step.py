@@ -158,8 +158,11 @@ def gated_delta_net_step_kernel(
            program
     SOME, MOST  powers of two: at least QUERIES, and at least QUERIES and the most pending tokens
 
-    Programs share no element of a state. They read inputs and rates that are kept of tokens before the new ones, and keep the
-    new ones, each column by one program: the ring holds both, so no program overwrites what another one reads.
+    signals, waits  none, except the wait for the previous kernel, after which inputs, ``pending`` and earlier steps' states
+                    are complete. The CTA barrier lies between the stores of ``mixed`` and its loads by other threads
+    reuse           programs share no element of a state. They read inputs and rates that are kept of tokens before the new
+                    ones, and keep the new ones, each column by one program: the ring holds both, so no program overwrites what
+                    another one reads. ``mixed`` is new in each call
 
     A sum over keys crosses no warp: of a block of a state a warp has PIECE columns, whose rows are in LANES of its threads and
     in their registers (``LANES_FIRST``).

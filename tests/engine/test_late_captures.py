@@ -12,7 +12,7 @@ from tests.limits import ANSWER
 from weft.engine import Load, SamplingParams
 from weft.engine.graphs import WARM_KINDS, Graphs
 from weft.engine.prompts import Shape
-from weft.engine.runner import is_first
+from weft.engine.runner import first_of
 
 PROMPTS = ["123+456=", "7+8=", "99+1=", "5+5=", "12+34=", "1+2=", "3+4=", "50+60=", "8+8=", "1+1=", "10+10=", "6+7="]
 
@@ -56,16 +56,17 @@ def test_captures_between_steps_change_no_answer(graphs_as_passes):
 
     for (expected, found), first, left, graphs, sizes in weft.simulate(main, 1):
         assert found == expected and len(expected) >= 12
-        assert first == {one for one in sizes if is_first(*one)} and 0 < len(first) < len(sizes) == len(first) + left
+        assert first == {*first_of(sizes)} and 0 < len(first) < len(sizes) == len(first) + left
         assert {*sizes} <= graphs
 
 
 def test_the_first_graphs_serve_small_batches_and_short_prompts():
-    greedy, all_kinds = WARM_KINDS
-    assert is_first(1, all_kinds) and is_first(8, all_kinds) and not is_first(16, all_kinds)
-    assert not is_first(1, greedy), "the second kind serves greedy requests too"
-    assert is_first(Shape(256, 64), all_kinds) and not is_first(Shape(384, 64), all_kinds)
-    assert not is_first(Shape(16, 64, entries=8), all_kinds)
+    shapes = Shape(384, 64), Shape(256, 64), Shape(256, 8), Shape(128, 64), Shape(16, 64, entries=8)
+    of_new = Shape.of_new(1, 512), Shape.of_new(1, 64)
+    batches = 16, 8, 1
+    sizes = [(size, kind) for size in (*shapes, *of_new, *batches) for kind in WARM_KINDS]
+    # The second kind serves greedy requests too.
+    assert first_of(sizes) == [(size, WARM_KINDS[1]) for size in (Shape(256, 64), Shape.of_new(1, 64), 8, 1)]
 
 
 class CapturingEngine(CountedEngine):

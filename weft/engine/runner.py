@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
+Size = int | Verify | Shape | Turn  # of a graph: a decode step's slots, or a shape of prompts
 # Slots of a decode step and tokens of prompts whose graphs are captured before the engine is ready: for its first requests.
 FIRST_BATCH, FIRST_TOKENS = 8, 256
 
@@ -78,7 +79,7 @@ class Runner:
         self.graphs = Graphs(self.team)
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.verifying: VerifyGraph | None = None
-        self._late: list[tuple[int | Verify | Shape | Turn, Kind]] = []  # graphs to capture beside steps
+        self._late: list[tuple[Size, Kind]] = []  # graphs to capture beside steps
         if (speculative := config.speculative) is not None:
             drafter = drafter_of(draft, speculative, self.decoding, max_seq_len, self.prompts.most_rows)
             self.verifying = VerifyGraph(self.decoding, drafter, speculative)
@@ -128,13 +129,13 @@ class Runner:
         """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
 
         progress  called with (graphs captured, graphs to capture)
-        late      only the graphs of `is_first` are captured now, and the further ones by `capture_next`
+        late      only the graphs of `first_of` are captured now, and the further ones by `capture_next`
 
         Collective, before the first step. Afterwards every chunk of prompts runs in the smallest captured shape that holds it.
         Without effect where there are no graphs.
         """
         sizes = self._warm_sizes() if self.cuda_graph else []
-        first = [one for one in sizes if is_first(*one)] if late and self.pipeline.stages == 1 else sizes
+        first = first_of(sizes) if late and self.pipeline.stages == 1 else sizes
         self._late = [one for one in sizes if one not in first]  # the smallest last
         if sizes:
             logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), len(self._late))
@@ -158,7 +159,7 @@ class Runner:
         if not self._late:
             logger.info("warm-up: captured the last graph, after %.1f s of captures", self.graphs.capture_seconds)
 
-    def _warm_sizes(self) -> list[tuple[int | Verify | Shape | Turn, Kind]]:
+    def _warm_sizes(self) -> list[tuple[Size, Kind]]:
         """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
         gathering, prompts = self.prompts.warm_sizes()
         decoding = [*self._warm_flights(), *reversed(self.buckets)]
@@ -178,7 +179,7 @@ class Runner:
         stages = self.pipeline.stages
         return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
 
-    def _warm(self, size: int | Verify | Shape | Turn, kind: Kind) -> None:
+    def _warm(self, size: Size, kind: Kind) -> None:
         with without_autograd(self.team.device):
             if isinstance(size, Turn):
                 assert not self.slots.occupied, "a turn would advance them"
@@ -407,16 +408,21 @@ class Runner:
         return max(2, pages)
 
 
-def is_first(size: int | Verify | Shape | Turn, kind: Kind) -> bool:
-    """True if a graph is captured before the engine is ready, even where most are captured late.
+def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
+    """Of ``sizes`` the graphs that are captured before the engine is ready, even where most are captured late.
 
-    Of one kind, which serves greedy requests too.
+    Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones.
     """
-    if kind != WARM_KINDS[-1]:
-        return False
-    if isinstance(size, Shape):
-        return size.tokens <= FIRST_TOKENS and not size.entries
-    return (size if isinstance(size, int) else size.batch) <= FIRST_BATCH
+    shapes = [size for size, _ in sizes if isinstance(size, Shape) and size.tokens <= FIRST_TOKENS and not size.entries]
+    ragged = [shape for shape in shapes if shape.length is None]
+    largest = max(ragged, key=lambda shape: (shape.tokens, shape.batch), default=None)
+
+    def chosen(size: Size) -> bool:
+        if isinstance(size, Shape):
+            return size == largest or (size in shapes and size.length is not None)
+        return (size if isinstance(size, int) else size.batch) <= FIRST_BATCH
+
+    return [(size, kind) for size, kind in sizes if kind == WARM_KINDS[-1] and chosen(size)]
 
 
 def cache_budget(config: EngineConfig, free: int, whole: int, reserved: int) -> int:

@@ -90,15 +90,19 @@ def project(
     x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights | MLAWeights, step: Step
 ) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated:  # their columns go to several kernels
-        return ops.matmul(*gemm_operands(x, w.qkv))
-    # cuDNN, and a prefill over a spread cache, take the values as they are.
-    whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
-    # A norm over all heads is computed before; and beside one in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
     rows = x.scaled if isinstance(x, DeferredNorm) else x
-    wide = w.q_norm is not None and w.q_norm.dtype == torch.float32 != rows.dtype
-    whole = whole or wide or w.norm_all_heads
-    return ops.matmul(*gemm_operands(x, w.qkv)) if whole else matmul_split(x, w.qkv)
+    return ops.matmul(*gemm_operands(x, w.qkv)) if projects_whole(w, step, rows.dtype) else matmul_split(x, w.qkv)
+
+
+def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, dtype: torch.dtype) -> bool:
+    """True if ``attend`` takes a projection of rows of this dtype as one tensor, to which no scale is left to be applied."""
+    if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated or w.norm_all_heads:  # their columns go to several kernels
+        return True
+    # Beside a norm in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
+    if w.q_norm is not None and w.q_norm.dtype == torch.float32 != dtype:
+        return True
+    # cuDNN, and a prefill over a spread cache, take the values as they are.
+    return step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
 
 
 def attend(

@@ -66,7 +66,10 @@ class FusedNorm(Recipe):
         cache: Cache,
         inputs: list[Tensor] | None = None,
     ) -> tuple[PartialSum | Tensor, Tensor]:
-        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention_matrix)
+        dtype = tensor_of(x).dtype if residual is None else residual.dtype
+        whole = fused.projects_whole(w.attention, step, dtype)
+        before_attention = self.before_whole_gemm(step.tokens) if whole else self
+        normed, residual = before_attention.add_norm(x, residual, w.input_norm, w.attention_matrix)
         if inputs is not None:
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
@@ -135,7 +138,10 @@ class FusedNorm(Recipe):
         return replace(self, deferred_scale=False)
 
     def of_head(self, rows: int) -> FusedNorm:
-        # No kernel would divide logits by root mean squares.
+        return self.before_whole_gemm(rows)
+
+    def before_whole_gemm(self, rows: int) -> FusedNorm:
+        """The recipe of a norm before a GEMM whose result no kernel would divide by root mean squares."""
         return self if is_small(rows) else self.without_deferred_scale()
 
     def add_norm(

@@ -17,8 +17,8 @@ from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 
-# What the former rule gave for the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B over 1, 2, 4 and 8 ranks:
-# ranges of M with the fields of the design, null where cuBLAS computes them.
+# What the former rule and benchmarks/lab/gated_rounds.py gave for the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B
+# over 1, 2, 4 and 8 ranks: ranges of M with the fields of the design, null where cuBLAS computes them.
 FROZEN = json.loads((Path(__file__).parent / "small_m_rule.json").read_text())
 H200 = dataclasses.replace(capabilities.simulated(1), is_simulated=False)
 OTHER = dataclasses.replace(H200, device_name="Some GPU")

@@ -179,17 +179,17 @@ def gated_delta_net_step_kernel(
     q_at, k_at = key_head * K + of_key, (SIZES.key_heads + key_head) * K + of_key
     v_at = 2 * SIZES.key_heads * K + head * V + of_value
     if LANES_FIRST:
-        key = tl.arange(0, LANES)[:, None, None, None] + LANES * tl.arange(0, K // LANES)[None, None, :, None]
+        key = tl.arange(0, LANES)[:, None, None] + LANES * tl.arange(0, K // LANES)[None, None, :]
     else:
-        key = LANES * tl.arange(0, K // LANES)[:, None, None, None] + tl.arange(0, LANES)[None, None, :, None]
+        key = LANES * tl.arange(0, K // LANES)[:, None, None] + tl.arange(0, LANES)[None, None, :]
     value = tl.arange(0, V // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     wl.follow_previous_kernel()
     begin, some = sequence * QUERIES, tl.arange(0, SOME)
     before = tl.load(tokens.lengths + begin) - 1
     new = tl.sum((tl.load(tokens.lengths + begin + some, mask=some < QUERIES, other=0) > 0).to(tl.int32), 0)
     slot = tl.load(tokens.slots + sequence).to(tl.int64)
-    state = kept.state + (slot * H + head) * (K * V) + (key * V + value[None, :, None, :])
-    S = tl.load(state, mask=(key >= 0) & (before > 0), other=0.0)
+    state = kept.state + (slot * H + head) * (K * V) + (key[:, :, :, None] * V + value[None, :, None, :])
+    S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
     pending = 0
     if tokens.pending is not None:
         pending = tl.where(before > 0, tl.load(tokens.pending + sequence), 0)
@@ -216,7 +216,7 @@ def gated_delta_net_step_kernel(
         b = tl.load(gates.b + row * strides[1] + head, mask=token >= pending, other=0)
         a += tl.load(its_rates, mask=token < pending, other=0)
         b += tl.load(its_rates + H, mask=token < pending, other=0)
-        k = tl.load(mixed + token * WIDTH + key).to(tl.float32)
+        k = tl.load(mixed + token * WIDTH + key).to(tl.float32)[:, :, :, None]
         v = tl.load(mixed + token * WIDTH + 2 * K + value).to(tl.float32)
         k *= tl.rsqrt(sum_over_keys(k * k)[None, :, None, :] + L2_EPS)
         S *= tl.exp(-rate * softplus(a.to(tl.float32) + bias))
@@ -225,7 +225,7 @@ def gated_delta_net_step_kernel(
         if token >= pending:
             if token == pending:
                 tl.store(state, S)
-            q = tl.load(mixed + token * WIDTH + K + key).to(tl.float32)
+            q = tl.load(mixed + token * WIDTH + K + key).to(tl.float32)[:, :, :, None]
             q *= tl.rsqrt(sum_over_keys(q * q)[None, :, None, :] + L2_EPS) * scale
             gate = tl.load(z + row * z_stride + head * V + value).to(tl.float32)
             result = sum_over_keys(S * q).to(dtype).to(tl.float32)

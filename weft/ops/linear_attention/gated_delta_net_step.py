@@ -151,7 +151,7 @@ def gated_delta_net_step_kernel(
 ):  # fmt: skip
     """New tokens of one sequence and value head, after the pending ones: the module has the equations.
 
-    grid: (sequences, value heads)
+    grid: (value heads, sequences), in the order of the states of consecutive slots
     qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
     mixed  [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v after the convolution, written and read by one
@@ -173,7 +173,7 @@ def gated_delta_net_step_kernel(
     C: tl.constexpr = 2 * SIZES.key_heads * K + H * V
     WIDTH: tl.constexpr = 2 * K + V
     dtype: tl.constexpr = qkv.dtype.element_ty
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     of_key, of_value = tl.arange(0, K), tl.arange(0, V)
     key_head = head // (H // SIZES.key_heads)
     q_at, k_at = key_head * K + of_key, (SIZES.key_heads + key_head) * K + of_key
@@ -189,7 +189,6 @@ def gated_delta_net_step_kernel(
     new = tl.sum((tl.load(tokens.lengths + begin + some, mask=some < QUERIES, other=0) > 0).to(tl.int32), 0)
     slot = tl.load(tokens.slots + sequence).to(tl.int64)
     state = kept.state + (slot * H + head) * (K * V) + (key[:, :, :, None] * V + value[None, :, None, :])
-    S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
     pending = 0
     if tokens.pending is not None:
         pending = tl.where(before > 0, tl.load(tokens.pending + sequence), 0)
@@ -209,6 +208,7 @@ def gated_delta_net_step_kernel(
     keep_inputs(x, stride, inputs, position, before, end, k_at, first_of_key, RING, C)
     keep_inputs(x, stride, inputs, position, before, end, v_at, True, RING, C)
     rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
+    S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
     tl.debug_barrier()  # all threads have read the state, and stored their part of the rows
     for token in range(count):
         row, its_rates = begin + token - pending, rates + (before - pending + token) % RING * (2 * H)
@@ -424,9 +424,8 @@ class GatedDeltaNetStep(Op):
             given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
             places = tokens.mapped(torch.Tensor.contiguous)
             options = step_options(sizes, capabilities_of(qkv.device))
-            grid = len(tokens.slots), sizes.value_heads
-            shape = (*grid, constants["MOST"], 2 * sizes.K + sizes.V)
-            mixed = qkv.new_empty(shape)
+            grid, shape = (sizes.value_heads, len(tokens.slots)), (constants["MOST"], 2 * sizes.K + sizes.V)
+            mixed = qkv.new_empty((len(tokens.slots), sizes.value_heads, *shape))
             arguments = *given, kept, places, mixed, out, sizes.K**-0.5, eps
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
         return out

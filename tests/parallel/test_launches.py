@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import weft
+from weft.kernels.deferred_norm import normed
 from weft.layers import MoE
-from weft.models import Qwen3Config
-from weft.ops.gemm import cublas
+from weft.models import Decoder, Qwen3Config
+from weft.ops.gemm import cublas, matmul_deferred_norm
 from weft.parallel.quantized import Fp8Format
 from weft.runtime.virtual_rank import rank_of_this_thread
 
@@ -88,6 +89,26 @@ def test_gates_are_a_launch_of_a_prompt_and_none_of_a_decode_step(monkeypatch):
     )
     assert prompt == {**SMALL_M, **PROMPTED, "sigmoid_mul": 1}
     assert both - prompt == {**SMALL_M, "decode_attention": 1}
+
+
+@pytest.mark.parametrize(("sequences", "gated"), [(65, True), (65, False), (3, True)])
+def test_no_operation_of_torch_applies_a_scale(sequences, gated, monkeypatch):
+    """cuBLAS computes more than 64 rows; of gated attention no kernel after it would apply a deferred RMS scale."""
+    sizes = dataclasses.replace(TINY, num_hidden_layers=2, attention=dataclasses.replace(TINY.attention, gated=gated))
+    by_torch, deferred = [], []
+    monkeypatch.setattr(matmul_deferred_norm, "normed", lambda *arguments: by_torch.append(1) or normed(*arguments))
+
+    def main(team):
+        model = Decoder(sizes, team, mode="replicated", dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.01)
+        table = torch.arange(1, sequences + 1, dtype=torch.int32)[:, None]
+        step = model.decode_step(torch.full((sequences,), 5), table, 16)
+        deferred.append(step.plan.recipe.deferred_scale)
+        model(torch.arange(sequences) % 64, step, model.new_cache(sequences + 1, 16))
+
+    weft.simulate(main, 2)
+    assert deferred == [True, True] and not by_torch
 
 
 def experts_launches(scheme, mode, tokens, world_size=2):

@@ -137,17 +137,6 @@ def keep_inputs(x, stride, inputs, position, before, end, column, writes, RING: 
 
 
 @triton.jit
-def rates_of(
-    gates, strides, rates, head, first, position, token, pending, count, H: tl.constexpr, RING: tl.constexpr
-):  # fmt: skip
-    """a and b of a token: kept ones of a pending token, else of row ``first + token``; zero from ``count`` on."""
-    row, kept = first + token, rates + (position + token) % RING * (2 * H)
-    new, old = (token >= pending) & (token < count), token < pending
-    a = tl.load(gates.a + row * strides[0] + head, mask=new, other=0) + tl.load(kept, mask=old, other=0)
-    return a, tl.load(gates.b + row * strides[1] + head, mask=new, other=0) + tl.load(kept + H, mask=old, other=0)
-
-
-@triton.jit
 def sum_over_keys(x):
     """[V // PIECE, PIECE] of products of a block's elements: first in each thread, then in each warp."""
     if LANES_FIRST:
@@ -162,7 +151,7 @@ def gated_delta_net_step_kernel(
 ):  # fmt: skip
     """New tokens of one sequence and value head, after the pending ones: the module has the equations.
 
-    grid: (sequences, value heads)
+    grid: (value heads, sequences), in the order of the states of consecutive slots
     qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
     mixed  [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v after the convolution, written and read by one
@@ -184,7 +173,7 @@ def gated_delta_net_step_kernel(
     C: tl.constexpr = 2 * SIZES.key_heads * K + H * V
     WIDTH: tl.constexpr = 2 * K + V
     dtype: tl.constexpr = qkv.dtype.element_ty
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     of_key, of_value = tl.arange(0, K), tl.arange(0, V)
     key_head = head // (H // SIZES.key_heads)
     q_at, k_at = key_head * K + of_key, (SIZES.key_heads + key_head) * K + of_key
@@ -200,7 +189,6 @@ def gated_delta_net_step_kernel(
     new = tl.sum((tl.load(tokens.lengths + begin + some, mask=some < QUERIES, other=0) > 0).to(tl.int32), 0)
     slot = tl.load(tokens.slots + sequence).to(tl.int64)
     state = kept.state + (slot * H + head) * (K * V) + (key[:, :, :, None] * V + value[None, :, None, :])
-    S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
     pending = 0
     if tokens.pending is not None:
         pending = tl.where(before > 0, tl.load(tokens.pending + sequence), 0)
@@ -220,14 +208,14 @@ def gated_delta_net_step_kernel(
     keep_inputs(x, stride, inputs, position, before, end, k_at, first_of_key, RING, C)
     keep_inputs(x, stride, inputs, position, before, end, v_at, True, RING, C)
     rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
-    first, weight = begin - pending, tl.load(norm + value).to(tl.float32)
-    a, b = rates_of(gates, strides, rates, head, first, before - pending, 0, pending, count, H, RING)
+    S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
     tl.debug_barrier()  # all threads have read the state, and stored their part of the rows
     for token in range(count):
-        row, its_rates = first + token, rates + (before - pending + token) % RING * (2 * H)
-        # Of the next token: they arrive meanwhile.
-        next_a, next_b = rates_of(gates, strides, rates, head, first, before - pending, token + 1, pending, count, H, RING)
-        q_row = tl.load(mixed + token * WIDTH + K + key)
+        row, its_rates = begin + token - pending, rates + (before - pending + token) % RING * (2 * H)
+        a = tl.load(gates.a + row * strides[0] + head, mask=token >= pending, other=0)
+        b = tl.load(gates.b + row * strides[1] + head, mask=token >= pending, other=0)
+        a += tl.load(its_rates, mask=token < pending, other=0)
+        b += tl.load(its_rates + H, mask=token < pending, other=0)
         k = tl.load(mixed + token * WIDTH + key).to(tl.float32)[:, :, :, None]
         v = tl.load(mixed + token * WIDTH + 2 * K + value).to(tl.float32)
         k *= tl.rsqrt(sum_over_keys(k * k)[None, :, None, :] + L2_EPS)
@@ -237,16 +225,15 @@ def gated_delta_net_step_kernel(
         if token >= pending:
             if token == pending:
                 tl.store(state, S)
-            q = q_row.to(tl.float32)[:, :, :, None]
+            q = tl.load(mixed + token * WIDTH + K + key).to(tl.float32)[:, :, :, None]
             q *= tl.rsqrt(sum_over_keys(q * q)[None, :, None, :] + L2_EPS) * scale
             gate = tl.load(z + row * z_stride + head * V + value).to(tl.float32)
             result = sum_over_keys(S * q).to(dtype).to(tl.float32)
             squares = tl.sum(tl.sum(result * result, 1), 0)
-            normed = result * tl.rsqrt(squares / V + eps) * weight
+            normed = result * tl.rsqrt(squares / V + eps) * tl.load(norm + value).to(tl.float32)
             tl.store(out + (row * H + head) * V + value, (normed * gate * tl.sigmoid(gate)).to(dtype))
             tl.store(its_rates, a)
             tl.store(its_rates + H, b)
-        a, b = next_a, next_b
 
 
 def gated_delta_net_step(
@@ -437,9 +424,8 @@ class GatedDeltaNetStep(Op):
             given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
             places = tokens.mapped(torch.Tensor.contiguous)
             options = step_options(sizes, capabilities_of(qkv.device))
-            grid = len(tokens.slots), sizes.value_heads
-            shape = (*grid, constants["MOST"], 2 * sizes.K + sizes.V)
-            mixed = qkv.new_empty(shape)
+            grid, shape = (sizes.value_heads, len(tokens.slots)), (constants["MOST"], 2 * sizes.K + sizes.V)
+            mixed = qkv.new_empty((len(tokens.slots), sizes.value_heads, *shape))
             arguments = *given, kept, places, mixed, out, sizes.K**-0.5, eps
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
         return out

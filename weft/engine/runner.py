@@ -409,7 +409,7 @@ class Runner:
 
 
 def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
-    """Of ``sizes`` the graphs that are captured before the engine is ready, even where most are captured late.
+    """Graphs among ``sizes`` to capture before the engine is ready, where most are captured late.
 
     Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones.
     """

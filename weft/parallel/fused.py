@@ -95,7 +95,10 @@ def project(
 
 
 def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, dtype: torch.dtype) -> bool:
-    """True if ``attend`` takes a projection of rows of this dtype as one tensor, to which no scale is left to be applied."""
+    """True if ``attend`` takes the projection as one tensor, with no scale left to be applied.
+
+    dtype  of the rows that are projected
+    """
     if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated or w.norm_all_heads:  # their columns go to several kernels
         return True
     # Beside a norm in fp32 nothing but qkv says what 16 bits an fp8 cache is of.

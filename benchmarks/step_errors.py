@@ -21,6 +21,7 @@ from weft.bench.models.workload import EXPERTS, QUANTIZED
 from weft.costs.gemms import sequential_rows
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL
 from weft.models.config import DecoderConfig
+from weft.ops.gemm.small_m_rule import MAX_ROWS
 from weft.predict.step_costs import FILE, StepCosts, fitted, write
 from weft.predict.steps import Layout, kind_of, step_time, tokens_of
 
@@ -36,6 +37,8 @@ MODES = {"weft.replicated": FUSED_NORM, "weft.sequence_parallel": SEQUENCE_PARAL
 # Commit whose prompts by "sequence_parallel" of few tokens, with GEMMs in sequence, are left out: MLPs turned rows, as plans no
 # longer do.
 TURNED = "285370a5ee1fdc0374e1f6f1586a81ff3b238d18"
+# Commit whose steps of more rows than small GEMMs have are left out: torch's operations, six a layer, applied a norm's scale.
+SCALED = "9db60856e441bcd2bd244a5613a8b3e7a282cd84"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +117,11 @@ def _rows(results: Path) -> Iterator[Row]:
             for row in report.rows:
                 mode, step = MODES.get(row.provider, ""), tuple(row.shape)
                 few = tokens_of(step) <= sequential_rows(layout.world_size)
-                turned = mode == SEQUENCE_PARALLEL and few and report.machine.get("commit") == TURNED
+                commit = report.machine.get("commit")
+                turned = mode == SEQUENCE_PARALLEL and few and commit == TURNED
+                scaled = row.provider == "weft.auto" and tokens_of(step) > MAX_ROWS and commit == SCALED
                 known = mode or row.provider in ("weft.auto", "weft.context_parallel")
-                if known and row.median_us is not None and not turned:
+                if known and row.median_us is not None and not (turned or scaled):
                     spread = row.provider == "weft.context_parallel"
                     yield Row(
                         gpu=GPUS[report.machine["gpu"]], model=model, layout=replace(layout, spread=spread),

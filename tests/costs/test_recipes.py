@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import step_errors
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
 from weft.costs.gpu import named
@@ -46,10 +47,15 @@ def test_recipes_of_whole_prompts_are_the_measured_ones(tokens):
     assert measured[recipes_at("qwen3-32b", 2, "h200").recipe(tokens)] <= TIE * min(measured.values())
 
 
-def fp8_prompts():
-    """{(model, tokens): {recipe: ms}} of prompts of weights in fp8 on two H200s; mode "replicated" took "fused_norm"."""
+def fp8_prompts(turned=False):
+    """{(model, tokens): {recipe: ms}} of prompts of weights in fp8 on two H200s; mode "replicated" took "fused_norm".
+
+    turned  of the commit whose MLPs turned rows alone
+    """
     prompts = {}
     for report in from_json((RESULTS / "h200-x2-fp8-prompts" / "model.w2.json").read_text()):
+        if turned and report.machine["commit"] != step_errors.TURNED:
+            continue
         for row in report.rows:
             recipe = {"weft.replicated": FUSED_NORM, "weft.sequence_parallel": SEQUENCE_PARALLEL}[row.provider]
             prompts.setdefault((report.subject.split(",")[0], row.shape[2]), {})[recipe] = row.median_us / 1e3
@@ -84,7 +90,7 @@ def test_prompts_whose_mlps_turned_rows_took_as_long_as_turning_costs():
     kinds, layout, prompts = (
         {"s": "sequential", "p": "pipelined"},
         Layout(world_size=2, quantization="fp8"),
-        fp8_prompts(),
+        fp8_prompts(turned=True),
     )
     errors = {True: [], False: []}
     for (model, tokens), designs in TURNED.items():

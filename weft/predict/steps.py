@@ -21,9 +21,9 @@ from weft.runtime.arithmetic import cdiv
 
 # Small kernels of a step with drafts: look-up, positions, acceptance, slots. An estimate.
 DRAFTING = 8
-# Of gated delta nets, by decode steps of Qwen3.6-27B on two H200s, 8.04 to 17.06 ms at 1 to 128 sequences, when a layer had
-# three launches: factor of the time of states, which the kernel reads more slowly than the memory gives them; small launches.
-STATES, PARTS = 1.5, 5
+# Of gated delta nets in decode steps, by gated_delta_net_step on one H200 (benchmarks/lab/h200-delta-steps.json): factor of the
+# time of states, share of it for each token more, and the least that a token takes, in bytes at the memory's rate.
+STATES, TOKEN, CHAIN = 1.25, 0.26, 6 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +232,18 @@ class _Layer:
         width = linear.parameters / self.world
         values = linear.value_heads * linear.value_dim / self.world
         yield self.of.columns("qkv and gates", width - values)
-        yield Launch("convolution", "memory", (2 * self.tokens * width * self.item,))
         states = self.batch * values * linear.key_dim * state * 2
-        yield Launch("delta rule", "memory", (STATES * states + 2 * self.tokens * width * self.item,))
-        yield Launch("parts of projections", "memory", (2 * self.tokens * width * self.item,), PARTS)
-        yield Launch("gated norm", "memory", (3 * self.tokens * values * self.item,))
+        inputs = 2 * self.tokens * width * self.item
+        if self.new == 1:
+            # Of drafts half are right on average, and pending in the next step.
+            more = 1.5 * (self.tokens / self.batch - 1)
+            moved = CHAIN + STATES * states + more * max(CHAIN, TOKEN * states)
+            yield Launch("gated delta net", "memory", (moved + inputs,))
+        else:
+            yield Launch("convolution", "memory", (inputs,))
+            yield Launch("delta rule", "memory", (STATES * states + inputs,))
+            yield Launch("parts of projections", "memory", (inputs,), 2)
+            yield Launch("gated norm", "memory", (3 * self.tokens * values * self.item,))
         yield self.of.rows("o", values)
 
     # --- feed-forward ------------------------------------------------------------------------------------------------

@@ -23,12 +23,16 @@ from benchmarks.delta_and_latents import copies, draw
 from benchmarks.fp8_gemm import timed
 from weft.bench.harness.machine import revision
 from weft.kernels.operands import RowScales, ScaledMatrix
+from weft.ops import silu_mul
 from weft.ops.gemm import small_m
-from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.small_m_rule import MAX_ROWS, SmallM
 from weft.runtime.files import put
 
-COLUMNS, HIDDEN, ROWS = (8704, 12800, 17408), 5120, (4, 32, 64)
-# block_n, block_k, num_stages
+COLUMNS, HIDDEN, ROWS = (8704, 12800, 17408), 5120, (4, 32, 64, 128)
+# block_n, block_k, num_stages, and of 128 rows num_warps
+OF_128 = (
+    (64, 64, 7, 8), (64, 64, 3, 8), (64, 64, 2, 8), (64, 64, 3, 4), (32, 64, 5, 8), (32, 64, 4, 4),
+)  # fmt: skip
 TILES = (
     (64, 128, 4), (64, 128, 3), (64, 128, 2), (64, 64, 7), (64, 64, 6), (64, 64, 5), (64, 64, 4), (64, 64, 3), (32, 128, 3),
     (32, 128, 2), (32, 64, 4), (32, 64, 5),
@@ -42,20 +46,31 @@ def measured(deadline: float) -> Iterator[dict[str, Any]]:
             x, squares = draw(rows, HIDDEN), torch.rand(rows, 10, device="cuda")
             weights = copies(lambda columns=columns: draw(2 * columns, HIDDEN), 4 * columns * HIDDEN)
             operand = ScaledMatrix(x, RowScales(squares, 1e-6))
-            for block_n, block_k, stages in TILES:
+            shape = {"M": rows, "N": columns, "K": HIDDEN}
+            if rows > MAX_ROWS:
+                library = timed(lambda w, x=x: silu_mul(x @ w.T), weights, None)
+                yield {**shape, "design": "cublas, silu_mul", "us": library["us"]}
+            for block_n, block_k, stages, *warps in OF_128 if rows > MAX_ROWS else TILES:
                 if time.monotonic() > deadline:
                     return
-                block = {"block_m": max(16, rows), "block_n": block_n, "block_k": block_k}
-                design = SmallM(**block, num_stages=stages, transposed=True)
+                block = {"block_m": max(16, rows), "block_n": block_n, "block_k": block_k, "num_stages": stages}
+                design = SmallM(**block, num_warps=warps[0] if warps else 4, transposed=True)
                 result = timed(lambda w, d=design, x=operand: small_m.run(x, w, d, activation="silu"), weights, None)
-                yield {"M": rows, "N": columns, "K": HIDDEN, **block, "num_stages": stages, "us": result["us"]}
+                yield {**shape, **block, "num_warps": design.num_warps, "us": result["us"]}
+
+
+def design_of(row: dict[str, Any]) -> str:
+    if "design" in row:
+        return row["design"]
+    warps = f", {row['num_warps']} warps" if row["M"] > MAX_ROWS else ""
+    return f"{row['block_n']}, {row['block_k']}, {row['num_stages']}{warps}"
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| N | M | block_n, block_k, stages: µs |\n|---|---|---|"
     for shape in dict.fromkeys((row["N"], row["M"]) for row in rows):
         mine = sorted((row for row in rows if (row["N"], row["M"]) == shape), key=lambda row: row["us"])
-        designs = (f"{row['block_n']}, {row['block_k']}, {row['num_stages']}: {row['us']:.1f}" for row in mine)
+        designs = (f"{design_of(row)}: {row['us']:.1f}" for row in mine)
         yield f"| {shape[0]} | {shape[1]} | {'; '.join(designs)} |"
 
 

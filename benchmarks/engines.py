@@ -67,6 +67,7 @@ class Setting:
     batches       numbers of prompts that are measured
     drafts        tokens that the model's MTP head drafts in a step; 0: none
     acceptance    tokens of a step on average, drawn after a real verify step, since random weights accept nothing
+    draft_head    what weft's drafts are chosen by (SpeculativeConfig)
     options       further arguments of the engine
     """
 
@@ -76,6 +77,7 @@ class Setting:
     batches: list[int]
     drafts: int
     acceptance: float
+    draft_head: str
     options: dict[str, Any]
 
     def speculative(self, name: str, **more: Any) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def weft_engine(setting: Setting) -> Generate:
     llm = weft.LLM(
         DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH,
         max_batch=max(setting.batches), prefix_caching=False, quantization=setting.quantization,
-        **setting.speculative("speculative", adaptive=False), **setting.options,
+        **setting.speculative("speculative", adaptive=False, draft_head=setting.draft_head), **setting.options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
@@ -267,6 +269,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     report = {
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
         "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
+        **({"draft_head": setting.draft_head} if engine == "weft" and setting.drafts else {}),
         "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
         "repeats": chosen.repeats, "options": setting.options, "rows": [],
@@ -325,6 +328,7 @@ def main() -> None:
     one.add_argument(
         "--drafts", type=int, default=0, help="tokens that the MTP head drafts in a step, with random weights"
     )
+    one.add_argument("--draft-head", default="model", help="of weft, with --drafts: model or fp8")
     one.add_argument("--acceptance", type=float, default=1.0, help="tokens of a step on average, with --drafts")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no fourth call begins")
@@ -341,7 +345,7 @@ def main() -> None:
     setting = Setting(
         model=chosen.model, world_size=chosen.world_size, quantization=chosen.quantization, options=chosen.options,
         batches=[int(case.split("x")[0]) for case in chosen.cases.split(",")], drafts=chosen.drafts,
-        acceptance=chosen.acceptance,
+        acceptance=chosen.acceptance, draft_head=chosen.draft_head,
     )  # fmt: skip
     try:
         run(chosen.engine, setting, chosen)

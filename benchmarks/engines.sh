@@ -9,7 +9,8 @@
 # QUANTIZATION  fp8, or bf16
 # CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
 #               gated delta nets there, one for each draft too: on one of two GPUs 300 MB a sequence of Qwen3.6-27B with three
-# DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn
+# DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn. The variable
+#               DRAFT_HEAD (fp8) says what weft's drafts are chosen by
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
 # All of vLLM's engines start together, wait for each other until four minutes after their start, and measure in turn; then
@@ -128,6 +129,7 @@ measure() {
     [ "$engine" = sglang ] && options="\"kv_cache_memory_bytes\": $cache"
     [ "$quantization" = bf16 ] || quantized=(--quantization "$quantization")
     [ -z "$drafts" ] || drafting=(--drafts "$drafts" --acceptance "$acceptance")
+    [ -z "$drafts" ] || [ "$engine" != weft ] || drafting+=(--draft-head "${DRAFT_HEAD:-model}")
     python_of "$engine" "$(name_of "$engine" "$2")" benchmarks.engines run "$engine" --model "$model" "${quantized[@]}" \
         "${drafting[@]}" --world-size "$gpus" --cases "$cases" --options "{$more$options}" --repeats 3 --seconds 2 \
         --room "$room" --engines "$engines"

@@ -110,6 +110,7 @@ def started(monkeypatch, model, **more):
         "batches": [8, 1, 8],
         "drafts": 0,
         "acceptance": 1.0,
+        "draft_head": "model",
         "options": {},
     }
     engines.sglang_engine(engines.Setting(model=model, **{**setting, **more}))([[3, 4], [5, 6]], 65)

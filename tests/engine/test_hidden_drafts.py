@@ -1,6 +1,8 @@
 """Drafts by heads over hidden states: they are those of plain torch, and answers are those without speculation."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 import weft
 from tests.engine.draft_heads import (
@@ -15,8 +17,10 @@ from tests.engine.draft_heads import (
     sparse,
 )
 from tests.engine.test_speculative import PROMPTS, Oracle, sequences_of
+from tests.fp8_checkpoints import dequantized, quantized, rounded
 from weft.engine import Engine, SamplingParams
 from weft.models.mtp_layouts import LAYOUTS
+from weft.runtime.arithmetic import cdiv
 
 K = 3
 
@@ -148,6 +152,33 @@ def test_drafts_are_those_of_an_mtp_layer_of_transformers(target, tmp_path, layo
         for completions, noted, counts, _ in results:
             assert completions == plain and counts.accepted_tokens > 0
             assert_drafted(noted, PlainMtp(reference, head), reference)
+
+
+class PlainMtpInFp8(PlainMtp):
+    """Chooses by the model's head in blocks of fp8, which begin at each rank's first token id."""
+
+    def __init__(self, target, tensors, world_size):
+        super().__init__(target, tensors)
+        parts = target.head.split(cdiv(len(target.head), world_size))
+        self.head = torch.cat([dequantized(*quantized(part, "block"), "block") for part in parts])
+
+    def rows(self, tokens, hidden):
+        x, _ = super().rows(tokens, hidden)
+        return x, F.linear(rounded(x, 128, None), self.head).float()
+
+
+@pytest.mark.parametrize(("world_size", "prompts", "engine"), [(1, 4, {}), (2, 1, {"mode": "replicated"})])
+def test_an_mtp_head_drafts_by_a_copy_of_the_head_in_fp8(target, tmp_path, world_size, prompts, engine):
+    prompts, params = PROMPTS[:prompts], [SamplingParams(max_tokens=9, temperature=0.5, seed=3)] * prompts
+    [(plain, *_)] = draft(target, prompts, params)
+    tensors, answers = save_mtp(tmp_path / "with_head", target, LAYOUTS[0]), sequences_of(prompts, plain)
+    reference, given = Target(target), {"speculative": MTP | {"draft_head": "fp8"}, "answers": answers, **engine}
+    head, of_model = PlainMtpInFp8(reference, tensors, world_size), PlainMtp(reference, tensors)
+    for completions, noted, counts, _ in draft(tmp_path / "with_head", prompts, params, world_size, **given):
+        assert completions == plain and counts.accepted_tokens > 0
+        assert_drafted(noted, head, reference)
+        by_model = [drafts_after(of_model, reference, tokens, len(of), one) for tokens, one, of in noted]
+        assert world_size > 1 or by_model != [of for _, _, of in noted], "some drafts are others"
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,8 @@ def test_models_without_an_mtp_head_are_refused(made, byte_model, tmp_path):
         ({"method": "eagle3", "num_speculative_tokens": 2}, 'method="eagle3" needs model'),
         (MTP | {"num_speculative_tokens": 9}, "num_speculative_tokens=9"),
         (MTP | {"prompt_lookup_min": 2}, 'prompt_lookup_min=2 is for method="ngram"'),
+        (MTP | {"draft_head": "bf16"}, "draft_head='bf16' is not one of"),
+        (MTP | {"method": "ngram", "draft_head": "fp8"}, "draft_head='fp8' is for method=\"mtp\""),
     ):
         with pytest.raises(ValueError, match=message):
             EngineConfig(speculative=options)

@@ -4,7 +4,7 @@
     h_p      normed output of the model at token p or, where the model has not been there, what the row before gave
     gives    h of the next row, and by the model's head logits of token p + 2
 
-Embedding and head are the model's. One head drafts all tokens, each from the one before.
+Embedding and head are the model's, or a copy of the head in fp8. One head drafts all tokens, each from the one before.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from weft.models.heads import body_beside, norm_beside
 from weft.models.mtp_layouts import LAYOUTS, Layout, layout_in
 from weft.models.stacked_experts import as_stored
 from weft.parallel.linear import empty_parameter
+from weft.parallel.quantized import in_blocks
 from weft.parallel.sharding import Shard, under, whole
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.tensors import NormWeights
+from weft.parallel.tensors import NormWeights, VocabWeights
 
 # Ends of names of tensors of a quantized layer.
 QUANTIZED = (*SCALES, "_packed")
@@ -68,6 +69,7 @@ class Mtp(nn.Module):
         self.enorm, self.hnorm, self.norm = (norm_beside(sizes, model) for _ in range(3))
         self.eh_proj = empty_parameter(width, 2 * width, team=model.team, dtype=model.dtype)
         self._embedding, self._head = model.embed_tokens, model.lm_head
+        self._copied: VocabWeights | None = None  # the head that drafts are chosen by, where it is not the model's
 
     def shards(self) -> dict[str, Shard]:
         """Name of a tensor in a checkpoint → this rank's part of it."""
@@ -133,5 +135,11 @@ class Mtp(nn.Module):
         return normed, normed
 
     def logits(self, normed: Tensor) -> Tensor:
-        """This rank's logits, by the model's head."""
-        return self.body.plan(len(normed)).recipe.local.logits(normed, self._head.weights)
+        """This rank's logits, by the model's head or its copy."""
+        head = self._copied or self._head.weights
+        return self.body.plan(len(normed)).recipe.local.logits(normed, head)
+
+    def choose_in_fp8(self) -> None:
+        """Choose drafts by a copy of the model's head in blocks of fp8, of its weights as they are now."""
+        head = self._head.weights
+        self._copied = head._replace(weight=in_blocks(head.weight))

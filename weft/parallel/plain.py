@@ -287,7 +287,7 @@ def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Ten
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in fp32, -inf for padding of the vocabulary."""
-    columns = adjusted_logits(F.linear(x, head.weight), head).float()
+    columns = adjusted_logits(linear(x, head.weight), head).float()
     columns[:, head.real :] = float("-inf")
     return columns
 

@@ -29,6 +29,8 @@ from weft.parallel.tensors import Matrix
 from weft.runtime.arithmetic import cdiv
 
 BLOCK = COLUMNS.value
+# Rows of a large weight that are in fp32 while they are quantized; whole blocks.
+AT_ONCE = 64 * BLOCK
 Scheme = Literal["block", "channel", "tensor"]
 
 
@@ -220,6 +222,13 @@ class QuantizedShard(Shard):
         self.reorder()
         if scheme == "channel" and self.order is not None:
             self.scales.copy_(self.scales[self.order])
+
+
+def in_blocks(weight: Tensor) -> Fp8:
+    """``weight`` [N, K] in fp8 with a scale for each block of 128 x 128, AT_ONCE rows at a time."""
+    parts = [quantized_weight(rows, "block") for rows in weight.split(AT_ONCE)]
+    data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
+    return Fp8(data, torch.cat([part.scales for part in parts]))
 
 
 def rounded(x: Tensor, w: Fp8) -> Tensor:

@@ -340,7 +340,7 @@ class VocabWeights(NamedTuple):
     divisor, softcap  of a head's logits: softcap * tanh(logits / divisor / softcap); None: without
     """
 
-    weight: Tensor
+    weight: Matrix
     start: int
     real: int
     scale: float | None = None

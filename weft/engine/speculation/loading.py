@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.speculation.draft_model import ModelDrafter
 from weft.engine.speculation.hidden import HiddenDrafter
 from weft.engine.speculation.ngram import NgramDrafter
+from weft.kernels.fp8 import check_e4m3
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.eagle3 import Eagle3, Eagle3Config
@@ -46,7 +47,11 @@ def load_draft(
         return None
     if speculative.method == "mtp":
         options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
-        return Mtp(model, **options).fill_dummy() if checkpoint is None else Mtp.of(checkpoint, model, **options)
+        head = Mtp(model, **options).fill_dummy() if checkpoint is None else Mtp.of(checkpoint, model, **options)
+        if speculative.draft_head == "fp8":
+            check_e4m3('draft_head="fp8"', model.team.caps)
+            head.choose_in_fp8()
+        return head
     made, load = {"draft_model": (DecoderConfig, _load_model), "eagle3": (Eagle3Config, _load_eagle3)}[
         speculative.method
     ]

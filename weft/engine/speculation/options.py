@@ -26,6 +26,7 @@ from weft.arguments import (
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 # Methods that take a model beside the one whose tokens are drafted.
 WITH_MODEL = ("draft_model", "eagle3")
+DRAFT_HEADS = ("model", "fp8")
 # Drafts of a step at most: a pass of nine tokens a sequence.
 MOST_DRAFTS = 8
 # Tokens of an n-gram that is looked up, at most, and by default.
@@ -46,6 +47,8 @@ class SpeculativeConfig:
                             is not given it is the other one, or 5
     adaptive                True: a step drafts up to num_speculative_tokens, as measured acceptance and the batch make it pay,
                             and none where it does not; False: always num_speculative_tokens
+    draft_head              for "mtp", what drafts are chosen by: "model": the model's head; "fp8": a copy of it in blocks of
+                            fp8, half as many bytes to read. Answers are the same, some drafts are not
     rejection_sample_method  "strict": a draft is accepted where it equals the token that is drawn; "synthetic", for benchmarks:
                             as many as synthetic_acceptance_length says, so answers mean nothing
     synthetic_acceptance_length  tokens of a step on average, 1 .. num_speculative_tokens + 1
@@ -57,6 +60,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     adaptive: bool = True
+    draft_head: str = "model"
     rejection_sample_method: str = "strict"
     synthetic_acceptance_length: float | None = None
 
@@ -64,6 +68,7 @@ class SpeculativeConfig:
         check_choice("method", self.method, METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
         check_bool("adaptive", self.adaptive)
+        check_choice("draft_head", self.draft_head, DRAFT_HEADS)
         check_choice("rejection_sample_method", self.rejection_sample_method, ("strict", "synthetic"))
         length, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
         if (length is None) == (self.rejection_sample_method == "synthetic"):
@@ -94,6 +99,8 @@ class SpeculativeConfig:
             raise ValueError(
                 f'model={quoted(self.model)} is for method="draft_model" or "eagle3"; leave it out, or pass that method'
             )
+        if self.draft_head != "model" and self.method != "mtp":
+            raise ValueError(f'draft_head={quoted(self.draft_head)} is for method="mtp"; leave it out')
 
     @classmethod
     def of(cls, name: str, given: object) -> SpeculativeConfig:

@@ -23,14 +23,14 @@ from weft.parallel.linear import (
     split_evenly,
 )
 from weft.parallel.modes import Mode, mode_named
-from weft.parallel.quantized import Formats, Fp8Scales
+from weft.parallel.quantized import Formats, Fp8Scales, block_moved_whole
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_order
 from weft.parallel.sequences import Sequences
-from weft.parallel.sharding import Shard, fill_from_module, under
+from weft.parallel.sharding import Shard, fill_from_module, in_order, under
 from weft.parallel.step import Step
 from weft.parallel.tensors import AttentionWeights, tensor_of
-from weft.parallel.widened import widened
+from weft.parallel.widened import fp8_formats
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -51,7 +51,8 @@ class TPAttention(nn.Module):
     rotated, interleaved  as of ``rotary_order``, by which rows of q and k are read; None: all elements are rotated
     inputs   rows of hidden_size side by side in x: [T, inputs * hidden]; y is [T, hidden]
     gated    q_proj has a gate beside each query head: o_proj takes attention times the sigmoid of its gate
-    formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
+    formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError. Projections of gated
+             attention run in fp8 and in `dtype` (``fp8_formats``)
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
     x, y: [T, hidden] on every rank, the tokens of a Step; in mode "sequence_parallel" this rank's 1/W of these rows, padded to
@@ -113,21 +114,23 @@ class TPAttention(nn.Module):
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": projected, "k_proj": kv_rows, "v_proj": kv_rows}
         options = {"team": team, "dtype": dtype}
-        # Queries and gates of gated attention change places: there the weight is in `dtype` whatever the checkpoint has.
-        self.widened = formats if gated else None
-        of_qkv = None if gated else formats
-        self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, bias=bias, formats=of_qkv, **options)
+        self.norm_all_heads, self.gated = norm_all_heads, gated
+        self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
+        orders = self._orders()
+        of_qkv = {"bias": bias, "formats": formats}
+        if gated:  # rows of queries and gates change places, by blocks that keep their scales
+            block = min(block_moved_whole(orders[name]) for name in parts if name in orders)
+            of_qkv = {"formats": fp8_formats(formats), "block": block}
+        self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, **of_qkv, **options)
         of_o = {"bias": output_bias, "formats": formats}
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, **of_o, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
-        self.norm_all_heads, self.gated = norm_all_heads, gated
         if gated and (bias or norm_all_heads):
             raise ValueError(
                 "gated attention with biases or norms over all heads: weft does not run it; leave these out"
             )
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
-        self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
-        if self.order is not None:
+        if self.order is not None and not gated:
             check_order(self.qkv_proj, head_dim)
         self.q_norm, self.k_norm = (
             RMSNorm(rows if norm_all_heads else head_dim, rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus_norms)
@@ -152,24 +155,31 @@ class TPAttention(nn.Module):
         shards = self.qkv_proj.shards() | self.o_proj.shards()
         for name, norm in norms.items():
             shards |= {} if norm is None else under(name, norm.shards())
-        if self.order is not None:
-            # Scales of whole heads stay as they are.
-            rows = {self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.head_dim}
-            for name in [name for name in shards if name[:2] in ("q_", "k_") and len(shards[name].target) in rows]:
-                heads = torch.arange(0, len(shards[name].target), self.head_dim)[:, None]
-                order = (heads + self.order).flatten().to(self.team.device)
-                shards[name] = replace(shards[name], order=order)
-        if self.gated:  # in a checkpoint a head's query and gate take turns
-            rows = torch.arange(2 * self.num_heads * self.head_dim).view(self.num_heads, 2, self.head_dim)
-            queries = rows[:, 0] if self.order is None else rows[:, 0, self.order]
-            order = torch.cat((rows[:, 1].flatten(), queries.flatten())).to(self.team.device)
-            shards["q_proj.weight"] = replace(shards["q_proj.weight"], order=order)
-            names = [f"{name}.weight" for name in self.qkv_proj.parts]
-            shards |= widened({name: shards[name] for name in names}, self.widened)
+        orders = self._orders()
+        for name, shard in shards.items():
+            if (order := orders.get(name.split(".")[0])) is not None:
+                shards[name] = in_order(shard, order.to(self.team.device))
         if self.sinks is not None:
             first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
             shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)
         return shards
+
+    def _orders(self) -> dict[str, torch.Tensor]:
+        """Order of rows by matrix or norm, where a checkpoint has another one."""
+        D, order, orders = self.head_dim, self.order, {}
+        if order is not None:
+            q, k = (
+                (torch.arange(0, heads * D, D)[:, None] + order).flatten()
+                for heads in (self.num_heads, self.num_kv_heads)
+            )
+            orders = {"q_proj": q, "k_proj": k, "q_norm": order, "k_norm": order}
+            if self.norm_all_heads:
+                orders |= {"q_norm": q, "k_norm": k}
+        if self.gated:  # there a head's query and gate take turns
+            rows = torch.arange(2 * self.num_heads * D).view(self.num_heads, 2, D)
+            queries = rows[:, 0] if order is None else rows[:, 0, order]
+            orders["q_proj"] = torch.cat((rows[:, 1].flatten(), queries.flatten()))
+        return orders
 
     @property
     def weights(self) -> AttentionWeights:

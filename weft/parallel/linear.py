@@ -80,6 +80,7 @@ class ColumnParallelLinear(nn.Module):
     """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM.
 
     formats  of the weights; None: they are in `dtype`
+    block    rows at whose multiples blocks of scales may be cut, beside seams and ranks' edges; 0: at none
     lora     adapters of the weights (weft.models.adapters); None: there are none
     """
 
@@ -92,6 +93,7 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         bias: bool = False,
         formats: Formats | None = None,
+        block: int = 0,
     ) -> None:
         super().__init__()
         self.parts, self.in_features = parts, in_features
@@ -99,7 +101,7 @@ class ColumnParallelLinear(nn.Module):
         seams = [*accumulate(sizes[:-1]), *(rows.size for rows in parts.values() if rows.size < rows.total)]
         format = None if formats is None else formats(tuple(parts))
         self.weight = matrix_parameter(sum(sizes), in_features, team=team, dtype=dtype, format=format)
-        self.scales = scales_beside(self.weight, in_features, format, row_edges=seams)
+        self.scales = scales_beside(self.weight, in_features, format, row_edges=[*seams, block])
         self.lora: Lora | None = None
         self.bias = empty_parameter(sum(sizes), team=team, dtype=dtype) if bias else None
 

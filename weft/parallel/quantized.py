@@ -82,6 +82,14 @@ class Fp8Grid:
         return cdiv(rows, self.rows), cdiv(columns, self.columns)
 
 
+def block_moved_whole(order: Tensor) -> int:
+    """Rows of the largest block, up to BLOCK, that stay together in ``order``, at a multiple of their number."""
+    rows = gcd(BLOCK, len(order))
+    while not torch.equal(order, (order[::rows, None] // rows * rows + torch.arange(rows)).flatten()):
+        rows //= 2
+    return rows
+
+
 class Fp8Scales(nn.Module):
     """Scales of a matrix beside its weight, fp32, and ``input_scale`` [1, 1] if inputs have one."""
 
@@ -220,8 +228,8 @@ class QuantizedShard(Shard):
             rows = rows - begins[0]
         self.scales.copy_(quantized.scales[rows.to(part.device)][:, columns.to(part.device)])
         self.reorder()
-        if scheme == "channel" and self.order is not None:
-            self.scales.copy_(self.scales[self.order])
+        if self.order is not None:
+            self.scales.copy_(self.scales[self.order[:: self.grid.rows] // self.grid.rows])
 
 
 def in_blocks(weight: Tensor) -> Fp8:

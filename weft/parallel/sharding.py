@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -62,6 +62,12 @@ class Shard:
         if self.order is not None:
             bits = self.target.view(torch.uint8) if self.target.itemsize == 1 else self.target
             bits.copy_(bits[self.order])
+
+
+def in_order(shard: Shard, order: torch.Tensor) -> Shard:
+    """``shard`` with rows of its matrix in this order; a shard of scales moves with its blocks of rows."""
+    rows = len(order) // len(shard.target)
+    return replace(shard, order=order[::rows] // rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

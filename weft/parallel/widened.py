@@ -1,11 +1,11 @@
-"""Matrices in fp8 of a checkpoint that a rank has in 16 or 32 bits: byte * scale, rounded once.
+"""Matrices in fp8 of gated delta nets and gated attention: what runs in fp8, and what a rank has in 16 or 32 bits.
 
-Of gated delta nets and gated attention: their projections hold heads of several kinds, in another order than kernels take
-them, and small gates of 16 bits, so that a block of weights under one scale would end up in several places.
+Small gates of heads stay in the model's dtype: in a checkpoint with fp8 there, byte * scale, rounded once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,34 +17,43 @@ from weft.parallel.quantized import BLOCK, Format, Formats, are_scales, shape_of
 from weft.parallel.sharding import Shard, WholeTensor
 
 
-def widened(shards: dict[str, Shard], formats: Formats | None) -> dict[str, Shard]:
-    """Shards of ``NAME.weight`` here, with these formats in the checkpoint, and of their scales.
+def fp8_formats(formats: Formats | None) -> Formats | None:
+    """Formats of matrices that run in fp8, or else in 16 bits, as what would be made 4 bits as it is read.
 
-    What is quantized as it is read stays of 16 bits. CheckpointError for 4 bits, and for static scales of inputs.
+    CheckpointError for 4 bits of a checkpoint, and for static scales of inputs.
+    """
+
+    def of(names: Sequence[str]) -> Format | None:
+        format = formats(names)
+        in_four_bits = isinstance(format, FourBitFormat)
+        if format is None or (in_four_bits and not format.stored):
+            return None
+        if in_four_bits or format.static_inputs:
+            what = "4 bits" if in_four_bits else "fp8 with a static scale of its inputs"
+            raise CheckpointError(
+                f"config.json: quantization_config has {names[0]} in {what}, which weft does not run in gated attention and "
+                f"gated delta nets; take a checkpoint with scales of blocks, channels or tensors, or of 16 bits"
+            )
+        return format
+
+    return None if formats is None else of
+
+
+def widened(shards: dict[str, Shard], formats: Formats | None) -> dict[str, Shard]:
+    """Shards of ``NAME.weight`` in 16 or 32 bits, with these formats in the checkpoint, and of their scales.
+
+    What is quantized as it is read stays of 16 bits. CheckpointError as of ``fp8_formats``.
     """
     made: dict[str, Shard] = {}
+    of = fp8_formats(formats)
     for key, weight in shards.items():
         name = key.removesuffix(".weight")
-        format = None if formats is None else formats((name,))
-        if format is None or (stored := _name_of_scales(name, format)) is None:
+        format = None if of is None else of((name,))
+        if format is None or format.scale is None:
             made[key] = weight
         else:
-            made |= {key: BytesShard.of(weight), f"{name}.{stored}": FactorShard.of(weight, format)}
+            made |= {key: BytesShard.of(weight), f"{name}.{format.scale}": FactorShard.of(weight, format)}
     return made
-
-
-def _name_of_scales(name: str, format: Format) -> str | None:
-    """Name of the tensor of scales, below the matrix's; None: the checkpoint has 16 bits."""
-    in_four_bits = isinstance(format, FourBitFormat)
-    if in_four_bits and not format.stored:
-        return None
-    if in_four_bits or format.static_inputs:
-        what = "4 bits" if in_four_bits else "fp8 with a static scale of its inputs"
-        raise CheckpointError(
-            f"config.json: quantization_config has {name} in {what}, which weft does not run in gated attention and gated "
-            f"delta nets; take a checkpoint with scales of blocks, channels or tensors, or of 16 bits"
-        )
-    return format.scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

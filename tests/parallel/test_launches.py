@@ -9,7 +9,7 @@ import torch
 import weft
 from weft.kernels.deferred_norm import normed
 from weft.layers import MoE
-from weft.models import Decoder, Qwen3Config
+from weft.models import Decoder, DecoderConfig, Qwen3Config
 from weft.ops.gemm import cublas, matmul_deferred_norm
 from weft.parallel.quantized import Fp8Format
 from weft.runtime.virtual_rank import rank_of_this_thread
@@ -89,6 +89,40 @@ def test_gates_are_a_launch_of_a_prompt_and_none_of_a_decode_step(monkeypatch):
     )
     assert prompt == {**SMALL_M, **PROMPTED, "sigmoid_mul": 1}
     assert both - prompt == {**SMALL_M, "decode_attention": 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("replicated", {**NORMS, "small_m": 5, "quantize_rows": 2}),
+        pytest.param(
+            "sequence_parallel",
+            {**GATHERED, "all_gather": 4, "small_m": 4, "cublas": 1, "quantize_rows": 3},
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
+    """Two more than in 16 bits before the rule: b and a take the norm's rows in 16 bits, and q, k, v and z quantize them.
+
+    A further one quantizes what the rule gives, for ``out_proj``.
+    """
+    published = DecoderConfig.named("qwen3.6-27b")
+    fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    config = dataclasses.replace(published, **{name: getattr(WIDE, name) for name in fields})
+    options = {"mode": mode, "dtype": torch.bfloat16, "quantization": "fp8"}
+
+    def of_layers(number, tokens):
+        linear = dataclasses.replace(
+            published.linear_attention, key_heads=2, value_heads=2, layers=(False, *[True] * number)
+        )
+        sizes = dataclasses.replace(config, linear_attention=linear)
+        return launches(monkeypatch, 1 + number, tokens, sizes, **options)
+
+    prompt, both = (of_layers(2, tokens) - of_layers(1, tokens) for tokens in (1, 2))
+    kernels = ("causal_conv1d", "prepare", "scan", "outputs", "rms_norm_gated")
+    assert prompt == {**expected, **dict.fromkeys(kernels, 1)}
+    assert both - prompt == {**expected, "gated_delta_net_step": 1}
 
 
 @pytest.mark.parametrize(("sequences", "gated"), [(65, True), (65, False), (3, True)])

@@ -12,7 +12,7 @@ from weft.kernels.fp8 import E4M3
 from weft.models.checkpoint import SCALES
 from weft.parallel.four_bit import CutShard
 from weft.parallel.quantized import QuantizedShard
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import SeveralShards, Shard
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -32,22 +32,27 @@ def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int, *, whole: boo
         generator = torch.Generator(team.device)
         start = seed * 7919 + index
         generator.manual_seed(start if shard.replicated else start * 1024 + team.rank + 1)
-        if isinstance(shard, CutShard):
-            shard.fill_dummy(generator)
-        elif shard.target.dtype == E4M3:
-            # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
-            drawn = torch.empty(shard.target.shape, device=team.device)
-            shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))
-            if isinstance(shard, QuantizedShard):
-                shard.scales.fill_(2e-4)
-        elif name.endswith(SCALES):
-            # An input of 50 is as large as e4m3 can be.
-            shard.target.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
-        elif "norm" in name:
-            shard.target.normal_(1.0, 0.05, generator=generator)
-        else:
-            # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
-            shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
+        for part in shard.parts if isinstance(shard, SeveralShards) else (shard,):
+            _fill(name, part, generator)
+
+
+def _fill(name: str, shard: Shard, generator: torch.Generator) -> None:
+    if isinstance(shard, CutShard):
+        shard.fill_dummy(generator)
+    elif shard.target.dtype == E4M3:
+        # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
+        drawn = torch.empty(shard.target.shape, device=shard.target.device)
+        shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))
+        if isinstance(shard, QuantizedShard):
+            shard.scales.fill_(2e-4)
+    elif name.endswith(SCALES):
+        # An input of 50 is as large as e4m3 can be.
+        shard.target.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
+    elif "norm" in name:
+        shard.target.normal_(1.0, 0.05, generator=generator)
+    else:
+        # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
+        shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
 
 
 def whole_dummy(name: str, shard: Shard, device: torch.device, seed: int) -> torch.Tensor:

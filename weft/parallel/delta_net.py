@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +11,14 @@ from torch.nn import functional as F
 
 from weft.ops.linear_attention.delta_rule import Gates, Recurrence
 from weft.ops.linear_attention.gated_delta_net_step import DeltaSlots
-from weft.parallel.tensors import DeltaWeights
+from weft.parallel.tensors import AttentionWeights, DeltaColumns, DeltaWeights, MLAWeights
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
 
 
-def delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: DeltaSlots) -> Tensor:
-    """Convolution, gated delta rule, gated norm: [T, value heads * V], for ``w.o``. Writes states.
-
-    projected  [T, columns], x @ w.qkv.T
-    """
+def delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, kept: DeltaSlots) -> Tensor:
+    """Convolution, gated delta rule, gated norm: [T, value heads * V], for ``w.o``. Writes states."""
     (qkv, z, gates), outs = parts_of(projected, w), []
     if step.is_prefill:
         for chunk in step.chunks:
@@ -34,10 +32,22 @@ def delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: DeltaSlots) 
     return (normed * F.silu(z.reshape(out.shape).float())).to(out.dtype).flatten(1)
 
 
-def parts_of(projected: Tensor, w: DeltaWeights) -> tuple[Tensor, Tensor, Gates]:
-    """(q, k and v before the convolution; the gate of the norm; the rule's gates), columns of x @ w.qkv.T."""
+def with_rates(
+    qkv: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, times: Callable[[Tensor], Tensor]
+) -> Tensor | DeltaColumns:
+    """``qkv``, of weights with ``rates`` with the same rows ``times`` these beside it."""
+    return DeltaColumns(qkv, times(w.rates)) if isinstance(w, DeltaWeights) and w.rates is not None else qkv
+
+
+def parts_of(projected: Tensor | DeltaColumns, w: DeltaWeights) -> tuple[Tensor, Tensor, Gates]:
+    """(q, k and v before the convolution; z, the gate of the norm; the rule's gates)"""
     heads = w.sizes.value_heads
-    qkv, z, b, a = projected.split([w.sizes.columns, heads * w.sizes.V, heads, heads], dim=1)
+    of_qkv = [w.sizes.columns, heads * w.sizes.V]
+    if isinstance(projected, DeltaColumns):
+        (qkv, z), rates = projected.qkv.split(of_qkv, dim=1), projected.rates.chunk(2, dim=1)
+        b, a = (of_all[:, w.first_head : w.first_head + heads] for of_all in rates)
+    else:
+        qkv, z, b, a = projected.split([*of_qkv, heads, heads], dim=1)
     return qkv, z, Gates(a, b, w.A_log, w.dt_bias)
 
 

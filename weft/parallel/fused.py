@@ -18,7 +18,7 @@ from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
 from weft.parallel import fused_latent
-from weft.parallel.delta_net import parts_of
+from weft.parallel.delta_net import parts_of, with_rates
 from weft.parallel.plain import (
     adjusted_logits,
     as_cached,
@@ -35,6 +35,7 @@ from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     PLAIN_SCORES,
     AttentionWeights,
+    DeltaColumns,
     DeltaWeights,
     ExpertRows,
     Matrix,
@@ -87,11 +88,13 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | 
 
 
 def project(
-    x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights | MLAWeights, step: Step
-) -> Tensor | SplitK | DeferredNorm:
+    x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step
+) -> Tensor | SplitK | DeferredNorm | DeltaColumns:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     rows = x.scaled if isinstance(x, DeferredNorm) else x
-    return ops.matmul(*gemm_operands(x, w.qkv)) if projects_whole(w, step, rows.dtype) else matmul_split(x, w.qkv)
+    if not projects_whole(w, step, rows.dtype):
+        return matmul_split(x, w.qkv)
+    return with_rates(ops.matmul(*gemm_operands(x, w.qkv)), w, lambda rates: ops.matmul(x, rates))
 
 
 def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, dtype: torch.dtype) -> bool:
@@ -109,8 +112,8 @@ def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, 
 
 
 def attend(
-    qkv: Tensor | SplitK | DeferredNorm,
-    w: AttentionWeights | MLAWeights,
+    qkv: Tensor | SplitK | DeferredNorm | DeltaColumns,
+    w: AttentionWeights | MLAWeights | DeltaWeights,
     step: Step | Sequences,
     cache: tuple[Tensor, ...] | None,
 ) -> Tensor | Fp8:
@@ -125,10 +128,10 @@ def attend(
 
     cache  as for weft.parallel.plain
     """
+    if isinstance(w, DeltaWeights):
+        return _delta_net(qkv, w, step, cache)
     if isinstance(w, MLAWeights):
         return fused_latent.attend(tensor_of(qkv), w, step, cache)
-    if isinstance(w, DeltaWeights):
-        return _delta_net(tensor_of(qkv), w, step, cache)
     if isinstance(step, Sequences):  # torch's operations, which have gradients
         return plain_attend(qkv, w, step, cache)
     projected, gate = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv), None
@@ -154,7 +157,7 @@ def attend(
     return ops.sigmoid_mul(rows, gate, fp8=_elementwise_format(w.last_matrix, rows.dtype, rows.shape[1]))
 
 
-def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor:
+def _delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor:
     """``weft.parallel.delta_net.delta_net``: one launch of a decode step, five of a prefill."""
     qkv, z, gates = parts_of(projected, w)
     if not step.is_prefill:

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 from weft.ops.moe.routing import ClampedSwiGLU, Routing
 from weft.parallel import latent
-from weft.parallel.delta_net import delta_net
+from weft.parallel.delta_net import delta_net, with_rates
 from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary, table_of
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     PLAIN_SCORES,
     AttentionWeights,
+    DeltaColumns,
     DeltaWeights,
     Gating,
     Matrix,
@@ -78,9 +79,11 @@ def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:
     return scaled(rms_norm(x, norm), scale)
 
 
-def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
+def project(
+    x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step | Sequences
+) -> Tensor | DeltaColumns:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    return linear(x, w.qkv)
+    return with_rates(linear(x, w.qkv), w, lambda rates: F.linear(x, rates))
 
 
 def norm_all_heads(
@@ -103,7 +106,10 @@ def norm_all_heads(
 
 
 def attend(
-    qkv: Tensor, w: AttentionWeights | MLAWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
+    qkv: Tensor | DeltaColumns,
+    w: AttentionWeights | MLAWeights | DeltaWeights,
+    step: Step | Sequences,
+    cache: tuple[Tensor, ...] | None,
 ) -> Tensor:
     """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim].
 

@@ -83,7 +83,7 @@ class Fp8Grid:
 
 
 def block_moved_whole(order: Tensor) -> int:
-    """Rows of the largest block, up to BLOCK, that stay together in ``order``, at a multiple of their number."""
+    """Rows of the largest aligned block, up to BLOCK, that stays together in ``order``."""
     rows = gcd(BLOCK, len(order))
     while not torch.equal(order, (order[::rows, None] // rows * rows + torch.arange(rows)).flatten()):
         rows //= 2

@@ -50,7 +50,8 @@ class Reference(Recipe):
     name: ClassVar[str] = "reference"
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Tensor:
-        qkv, w = plain.norm_all_heads(linear(x, w.qkv), w, lambda squares: self.sum(squares) / self.team.size)
+        qkv = plain.project(x, w, step)
+        qkv, w = plain.norm_all_heads(qkv, w, lambda squares: self.sum(squares) / self.team.size)
         attended = self.attend(qkv, w, step, cache)
         return w.with_o_bias(self.sum(linear(attended, w.o)))
 

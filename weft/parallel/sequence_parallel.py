@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
+from weft.parallel.delta_net import with_rates
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import (
     expert_operands,
@@ -60,7 +61,9 @@ class SequenceParallel(Recipe):
         qkv = ops.all_gather_matmul(*overlapped_operands(x.rows, w.qkv), self.team)
         qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         padding = len(qkv) - step.tokens
-        attended = self.local.attend(qkv[: step.tokens], w, step, cache)
+        # Of all heads, by the rank that has the rows: a hundredth of the rows' bytes, which no GEMM would hide.
+        qkv = with_rates(qkv[: step.tokens], w, lambda rates: self.whole_rows(ops.matmul(x.rows, rates), step.tokens))
+        attended = self.local.attend(qkv, w, step, cache)
         attended = padded(attended, padding)
         return SequenceShard(w.with_o_bias(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team)))
 

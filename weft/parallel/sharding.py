@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -68,6 +68,36 @@ def in_order(shard: Shard, order: torch.Tensor) -> Shard:
     """``shard`` with rows of its matrix in this order; a shard of scales moves with its blocks of rows."""
     rows = len(order) // len(shard.target)
     return replace(shard, order=order[::rows] // rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralShards(Shard):
+    """Rows of a whole tensor at several places.
+
+    target  the first part's
+    """
+
+    parts: tuple[Shard, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Shard]) -> SeveralShards:
+        first, *rest = parts
+        return cls(target=first.target, shape=first.shape, parts=(first, *rest))
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return tuple(part.target for part in self.parts)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.parts[0].fits(shape)
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        return self.parts[0].stored
+
+    def copy_from(self, whole: WholeTensor) -> None:
+        for part in self.parts:
+            part.copy_from(whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,6 +181,8 @@ class DeltaWeights(NamedTuple):
     conv           [columns of q, k and v, taps]
     A_log, dt_bias [value heads] fp32
     norm           of each head's values, times silu(z)
+    rates          [2 * value heads of all ranks, H]: b and a, not quantized; None: qkv has this rank's
+    first_head     number of this rank's first value head
     """
 
     qkv: Matrix
@@ -190,11 +192,20 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor
     norm: NormWeights
     sizes: DeltaSizes
+    rates: Tensor | None = None
+    first_head: int = 0
 
     norm_all_heads = False
 
     def with_o_bias(self, y: Tensor) -> Tensor:
         return y
+
+
+class DeltaColumns(NamedTuple):
+    """Rows times ``qkv`` of ``DeltaWeights``, and times its ``rates``: [T, columns] both."""
+
+    qkv: Tensor
+    rates: Tensor
 
 
 class MLAWeights(NamedTuple):
@@ -323,9 +334,13 @@ class LayerWeights(NamedTuple):
 
     @property
     def attention_matrix(self) -> Matrix | None:
-        """Weight of the only GEMM that takes the rows after ``input_norm``; None: adapters do too."""
-        adapted = isinstance(self.attention, AttentionWeights) and self.attention.qkv_lora is not None
-        return None if adapted else self.attention.qkv
+        """Weight of the only GEMM that takes the rows after ``input_norm``; None: not the only one."""
+        attention, beside = self.attention, None
+        if isinstance(attention, AttentionWeights):
+            beside = attention.qkv_lora
+        elif isinstance(attention, DeltaWeights):
+            beside = attention.rates
+        return attention.qkv if beside is None else None
 
     @property
     def first_matrix(self) -> Matrix | None:

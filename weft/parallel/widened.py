@@ -1,4 +1,4 @@
-"""Matrices in fp8 of gated delta nets and gated attention: what runs in fp8, and what a rank has in 16 or 32 bits.
+"""Formats of projections of gated delta nets and gated attention: in fp8, or widened to 16 bits.
 
 Small gates of heads stay in the model's dtype: in a checkpoint with fp8 there, byte * scale, rounded once.
 """
@@ -18,7 +18,7 @@ from weft.parallel.sharding import Shard, WholeTensor
 
 
 def fp8_formats(formats: Formats | None) -> Formats | None:
-    """Formats of matrices that run in fp8, or else in 16 bits, as what would be made 4 bits as it is read.
+    """The same formats without 4 bits that would be made as a matrix is read.
 
     CheckpointError for 4 bits of a checkpoint, and for static scales of inputs.
     """
@@ -40,7 +40,7 @@ def fp8_formats(formats: Formats | None) -> Formats | None:
 
 
 def widened(shards: dict[str, Shard], formats: Formats | None) -> dict[str, Shard]:
-    """Shards of ``NAME.weight`` in 16 or 32 bits, with these formats in the checkpoint, and of their scales.
+    """Shards of ``NAME.weight`` in 16 or 32 bits, and of the scales that a checkpoint has beside them.
 
     What is quantized as it is read stays of 16 bits. CheckpointError as of ``fp8_formats``.
     """

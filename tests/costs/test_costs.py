@@ -15,7 +15,7 @@ from benchmarks import gpu_costs
 from weft import ops
 from weft.costs import exchanges, fitted, gemms, gpu, grouped
 from weft.costs.gpu import CONSTANTS, named, read, shipped, write
-from weft.costs.predicted import OPS, WEIGHTS, errors, predict
+from weft.costs.predicted import OPS, VARIANTS, WEIGHTS, errors, predict
 from weft.ops.gemm import small_m_rule
 from weft.ops.op import find_op, registered
 from weft.plan.memo import forget
@@ -160,10 +160,10 @@ def test_a_fit_finds_the_constants_of_the_gpu_that_made_the_rows(rows):
 def test_every_op_has_positive_times_on_every_gpu(like, world_size):
     known = {op.name for op in registered()}
     of_16_bits = [(name, count) for name, (count, _) in OPS.items()]
-    quantized = [(f"{name}+{form}", count) for name, count in of_16_bits if "matmul" in name for form in WEIGHTS]
-    for name, count in of_16_bits + quantized:
+    varied = [(f"{name}+{variant}", OPS[name][0]) for name, variants in VARIANTS.items() for variant in variants]
+    for name, count in of_16_bits + varied:
         made = predict(name, SHAPES[count], world_size=world_size, gpu=like)
-        assert name.partition("+")[0] in known or name == "memory"
+        assert name.partition("+")[0] in {*known, "memory"}
         assert made.seconds > 0 and all(0 < each < 1 for each in made.by_design.values()) and 0 < made.error < 1
 
 
@@ -195,6 +195,13 @@ def test_more_bytes_take_longer_and_more_ranks_do_not_make_a_gather_faster():
     [
         (("all_reduces", (1,)), "has no costs; pass one of .*; did you mean all_reduce"),
         (("matmul", (1, 2)), r"shape=\(1, 2\) of matmul has 2 sizes; pass 3"),
+        (
+            ("matmul+block_fp9", (1, 2, 3)),
+            "no costs as 'block_fp9'; after a . pass one of .*int4; did you mean block_fp8",
+        ),
+        (("matmul+fp8+int4", (1, 2, 3)), "matmul has no costs as 'fp8int4'"),
+        (("matmul+local_first", (1, 2, 3)), "matmul has no costs as 'local_first'"),
+        (("route+fp8", (1, 2, 3, 4, 5, 6)), "route has no costs as 'fp8'; leave it out"),
         (("matmul", (1, 2, 3), torch.bfloat16, 1, "h200", "push"), "design='push' of matmul has no costs"),
     ],
 )

@@ -119,6 +119,11 @@ def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: G
     name, variant, local_first = _named(op)
     if name not in OPS:
         raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
+    known = VARIANTS.get(name, ())
+    for one in (variant, LOCAL_FIRST if local_first else ""):
+        if one and one not in known:
+            rest = f"after a + pass one of {', '.join(known)}{did_you_mean(one, known)}" if known else "leave it out"
+            raise ValueError(f"op={quoted(op)}: {name} has no costs as {quoted(one)}; {rest}")
     count, _ = OPS[name]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
@@ -342,3 +347,11 @@ OPS: dict[str, tuple[int, Costs]] = {
     "gathered_prefill_attention": (4, _gathered_prefill),
     "memory": (1, _memory),
 }  # fmt: skip
+# Op -> variants with costs of their own.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"), (*WEIGHTS, LOCAL_FIRST)),
+    **dict.fromkeys(("matmul", "matmul_silu_mul", "grouped_matmul", "grouped_matmul_silu_mul"), tuple(WEIGHTS)),
+    **dict.fromkeys(("grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce_rms_norm"), tuple(WEIGHTS)),
+    **dict.fromkeys(("moe_dispatch", "all_reduce_rms_norm", "memory"), ("fp8",)),
+    AG_MOE: (*WEIGHTS, "fp8"),
+}

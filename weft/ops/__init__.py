@@ -1,5 +1,7 @@
 """Ops of models: collectives, GEMMs that overlap with them, attention, norms, sampling."""
 
+import sys
+
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_metadata import decode_metadata
@@ -90,5 +92,8 @@ _GONE = {
 
 def __getattr__(name: str) -> object:
     if name in _GONE:
-        raise AttributeError(f"weft.ops.{name} is gone; call weft.ops.{_GONE[name]}")
+        # Of an AttributeError `from weft.ops import NAME` would make an ImportError that names no remedy.
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        kind = ImportError if imported else AttributeError
+        raise kind(f"weft.ops.{name} is gone; call weft.ops.{_GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

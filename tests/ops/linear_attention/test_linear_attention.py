@@ -296,3 +296,6 @@ def test_programs_of_a_step_do_not_overwrite_what_others_read(declared, monkeypa
 def test_a_name_that_is_gone_says_what_to_call(name):
     with pytest.raises(AttributeError, match=f"weft.ops.{name} is gone; call weft.ops.gated_delta_net_step"):
         getattr(ops, name)
+    with pytest.raises(ImportError, match=f"^weft.ops.{name} is gone; call weft.ops.gated_delta_net_step"):
+        exec(f"from weft.ops import {name}")
+    assert not hasattr(ops, name)

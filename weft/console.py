@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import FrameType
@@ -223,6 +223,25 @@ def _drop_output() -> None:
                 os.close(nowhere)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedFlags:
+    """Flags of a command that refuses a flag beside another one, also with its default value.
+
+    typed  names of the fields that stand on the command line
+    """
+
+    typed: frozenset[str] = frozenset()
+
+    def given(self, *names: str) -> dict[str, object]:
+        """Values of flags that are typed or have other values than their defaults.
+
+        names  of the fields that are asked for; none: all
+        """
+        asked = [one for one in fields(self) if one.name != "typed" and (not names or one.name in names)]
+        given = [one.name for one in asked if one.name in self.typed or getattr(self, one.name) != one.default]
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in given}
+
+
 def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
     """Command `run`, with a flag for each field of the dataclass `flags`, of which it gets an instance.
 
@@ -238,12 +257,15 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
             }
         )
 
-    def command(**given: object) -> None:
+    def command(context: typer.Context, **given: object) -> None:
+        sources = {name: context.get_parameter_source(name) for name in given}
+        typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
         with one_line_errors(given.get("traceback", False)):
-            asked = made(flags, given)
+            asked = made(flags, given | {"typed": typed})
         run(asked)
 
-    parameters = list(_parameters(flags))
+    of_command = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [of_command, *_parameters(flags)]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -255,7 +277,7 @@ def _parameters(flags: type) -> Iterator[Parameter]:
     for one in fields(flags):
         if is_dataclass(hints[one.name]):
             yield from _parameters(hints[one.name])
-        else:
+        elif one.name != "typed":
             default = Parameter.empty if one.default is MISSING else one.default
             yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
 
@@ -284,8 +306,8 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
     """
     hints, parameters, spellings = annotations_of(command), [], {}
     for name, parameter in signature(command).parameters.items():
-        kind, option = get_args(hints[name])
-        if option.param_decls:  # without the first one, which typer keeps in `default`
+        kind, option = get_args(hints[name]) or (hints[name], None)  # None: of the context
+        if option is not None and option.param_decls:  # without the first one, which typer keeps in `default`
             spellings[name] = (option.default, *option.param_decls)
             [kind] = {*(get_args(kind) or (kind,))} - {type(None)}
             option = copy(option)

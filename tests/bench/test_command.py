@@ -223,6 +223,8 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--dtype", "int8"], "dtype int8 is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--seconds", "60"], "--seconds 60.0 is of --regret; pass both"),
+        (["gemm", "--seed", "0"], "--seed 0 is of --regret; pass both"),
+        (["gemm", "--regret", "--check-only", "--json", "x.json"], "--json does not go with --regret --check-only"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--plot", "x.png"], "name the file x.svg"),
@@ -241,6 +243,7 @@ def test_check_only_at_two_world_sizes():
             ["gemm", "--list-providers", "--json", "x.json"],
             "--json does not go with --list-providers, which prints names",
         ),
+        (["gemm", "--list-providers", "--algorithm-cache", "x"], "--algorithm-cache does not go with --list-providers"),
         (["--list-providers", "--check-only"], "--check-only does not go with --list-providers"),
         (
             ["gemm", "all-reduce", "--bsz", "4"],

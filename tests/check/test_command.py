@@ -76,6 +76,16 @@ def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
         (["--explain", "race", "--json", "x.json"], "--json does not go with --explain, which prints a text"),
         ([examples.__file__, "--explain", "race"], "examples.py does not go with --explain"),
         (["--explain", "race", "--gpu-seconds", "3"], "--gpu-seconds does not go with --explain"),
+        (["--explain", "race", "--world-size", "2"], "--world-size does not go with --explain"),
+        ([examples.__file__, "--args", ""], "is for programs; add --torch"),
+        (
+            [examples.__file__, "--strategy", "slow", "--depth", "3"],
+            "--depth 3 has no effect with --strategy slow, only",
+        ),
+        (
+            [examples.__file__, "--strategy", "exhaustive", "--seed", "1"],
+            "--seed 1 has no effect with --strategy exhaus",
+        ),
         (["--explain", "xyz"], "--explain xyz is no kind of finding; kinds: race, "),
         ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
         ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),

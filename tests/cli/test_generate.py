@@ -280,6 +280,16 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--dummy-weights", "--model", "qwen3-32b", "--chat"], "instead of --prompt and --chat"),
         (["--model", ""], "model='' names no directory"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),
+        (["--warm-up-late"], "--warm-up-late has no effect without --warm-up; leave it out, or change that"),
+        (["--no-cuda-graph", "--warm-up"], "--warm-up has no effect with --no-cuda-graph"),
+        (
+            ["--no-prefix-caching", "--state-snapshot-tokens", "4096"],
+            "--state-snapshot-tokens has no effect with --no-prefix",
+        ),
+        (
+            ["--memory-fraction", "0.5", "--gpu-memory-utilization", "0.9"],
+            "--memory-fraction has no effect with --gpu-mem",
+        ),
         (["--prompt-token-ids", ""], "--prompt-token-ids '' is not a list of token ids, as in 1,2,3"),
         (["--prompt-token-ids", "1,x"], "--prompt-token-ids '1,x' is not a list of token ids"),
         (["--prompt-token-ids", "1,-2"], "is not a list of token ids"),

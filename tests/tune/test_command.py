@@ -98,7 +98,8 @@ def test_the_algorithm_cache_is_for_gemms_and_replaces_no_file(tmp_path):
     file.write_text("{}")
     for flags, reason in (
         (("all-reduce",), "all-reduce computes no GEMM; leave it out"),
-        (("gemm", "--out", "y.json"), "no table is written; leave out --out and --json"),
+        (("gemm", "--out", "y.json"), "no table is written; leave out --out"),
+        (("gemm", "--quick"), "leave out --quick"),
         (("gemm", "--shapes", "4,24,16"), "x.json: it is not a cache of cuBLAS algorithms of schema 1"),
     ):
         result = tune(*flags, "--algorithm-cache", str(file))
@@ -224,6 +225,8 @@ def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):
         (("--model", "qwen3-8b", "--quick"), "--quick is for ops, and the model names its calls; leave it out"),
         (("--model", "qwen3-8b", "--algorithm-cache", "x.json"), "--algorithm-cache is for ops"),
         (("gemm", "--max-batch", "8"), "--max-batch 8 is of --model, and ops are named; leave it out"),
+        (("gemm", "--seconds", "600"), "--seconds 600.0 is of --model, and ops are named; leave it out"),
+        (("--model", "qwen3-8b", "--dtype", "bf16"), "--dtype is for ops"),
         (("--model", "qwen3-8b", "--device", "sim"), "virtual ranks search nothing, since their times mean nothing"),
     ],
 )

@@ -215,7 +215,7 @@ class BenchFlags:
         if without := "without GPUs" if simulated else "with --check-only" if self.check_only else "":
             given = {
                 "--breakdown": self.of_models.breakdown, "--eager": self.eager,
-                "--algorithm-cache": simulated and self.algorithm_cache is not None,
+                "--algorithm-cache": simulated and self.algorithm_cache is not None, "--quick": self.check_only and self.quick,
             }  # fmt: skip
             lines += (f"{flag} has no effect {without}" for flag, on in given.items() if on)
         for op, shapes in self.shapes_by_op().items():
@@ -291,6 +291,12 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
         for size in sizes
     ]
     if asked.check_only:
+        unused = {"--json": asked.json, "--quick": asked.quick, "--algorithm-cache": asked.algorithm_cache}
+        for flag, given in (unused | {"--seconds": asked.of_regret.seconds}).items():
+            if given:
+                raise ValueError(
+                    f"{flag} does not go with --regret --check-only, which prints plans and times nothing; leave one out"
+                )
         for size, made in runs:
             for line in regret.listing(asked.of_regret, made, here[size]):
                 typer.echo(line)
@@ -301,12 +307,13 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
 
 def _list_providers(asked: BenchFlags, runs: Runs) -> None:
     """Print the providers of each workload. ValueError for a flag of a measurement."""
-    for name in ("json", "out", "plot", "check_only", "quick", "eager", "one_by_one"):
-        if getattr(asked, name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} does not go with --list-providers, which prints names and measures nothing; "
-                f"leave one out"
-            )
+    names = "json", "out", "plot", "check_only", "quick", "eager", "one_by_one", "algorithm_cache"
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(asked, name)]
+    given += {"--check", "--breakdown", "--random-cache"} & {*asked.of_models.given()}
+    if given:
+        raise ValueError(
+            f"{given[0]} does not go with --list-providers, which prints names and measures nothing; leave one out"
+        )
     for workload in runs[0][1]:
         typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from weft.arguments import shortened
 from weft.check.explanations import explain
 from weft.check.script import load
-from weft.console import WORLD_SIZE, check_output, draws, from_flags, one_line_errors
+from weft.console import WORLD_SIZE, TypedFlags, check_output, draws, from_flags, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
@@ -30,7 +30,7 @@ _SCHEDULES = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckFlags:
+class CheckFlags(TypedFlags):
     """Flags of `weft check`."""
 
     script: Annotated[
@@ -101,6 +101,7 @@ def check(flags: CheckFlags) -> None:
             _check_alone(flags)
             typer.echo(explain(flags.explain))
             raise typer.Exit(0)
+        _check_strategy(flags)
         for name in ("json", "html", "sarif"):
             check_output(f"--{name}", getattr(flags, name))
         if flags.gpu:
@@ -124,11 +125,21 @@ command = from_flags(CheckFlags, check)
 
 def _check_alone(flags: CheckFlags) -> None:
     """ValueError for an argument beside --explain, which checks nothing."""
-    asked = (one for one in fields(flags) if one.name not in ("explain", "traceback"))
-    given = next((one.name for one in asked if getattr(flags, one.name) != one.default), None)
-    if given is not None:
-        name = str(flags.script) if given == "script" else f"--{given.replace('_', '-')}"
+    if given := [flag for flag in flags.given() if flag not in ("--explain", "--traceback")]:
+        name = str(flags.script) if given[0] == "--script" else given[0]
         raise ValueError(f"{name} does not go with --explain, which prints a text and checks nothing; leave one out")
+
+
+def _check_strategy(flags: CheckFlags) -> None:
+    """ValueError for a flag that the strategy does not use. Replays of exhaustive searches name seed 0."""
+    if flags.given("depth") and flags.strategy in ("uniform", "slow", "delay", "exhaustive"):
+        raise ValueError(
+            f"--depth {flags.depth} has no effect with --strategy {flags.strategy}, only with pct; leave it out"
+        )
+    if flags.seed and flags.strategy == "exhaustive":
+        raise ValueError(
+            f"--seed {flags.seed} has no effect with --strategy exhaustive, which draws nothing; leave it out"
+        )
 
 
 def _write(flags: CheckFlags, report: Report) -> None:
@@ -149,7 +160,7 @@ def _main(flags: CheckFlags) -> Callable[..., Any]:
     if flags.script is None:
         raise ValueError("name a Python file that defines main(team), or a kind of finding with --explain")
     if not flags.torch:
-        if flags.args:
+        if flags.given("args"):
             raise ValueError(f"--args {shortened(flags.args)} is for programs; add --torch")
         return load(flags.script, flags.function or "main")
     if not flags.script.is_file():

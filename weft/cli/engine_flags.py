@@ -25,7 +25,7 @@ from rich.text import Text
 
 from weft.arguments import DEVICES
 from weft.cli.vllm_flags import spellings
-from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices, one_of
+from weft.console import DTYPES, WORLD_SIZE, TypedFlags, complete_device, draws, layout_of, notices, one_of
 from weft.engine.config import DEFAULTS, TUNE_SECONDS, every_tenth
 from weft.models.families import published
 from weft.models.hub import find_checkpoint
@@ -44,7 +44,7 @@ MODEL = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlags:
+class EngineFlags(TypedFlags):
     """Flags of a model and its engine."""
 
     model: Annotated[str | None, typer.Option(help=MODEL)] = None
@@ -212,10 +212,23 @@ class EngineFlags:
             raise ValueError(f"--tune-seconds {self.tune_seconds:g} goes with --tune; pass both, or neither")
         if self.tune_cache is not None and not self.tune:
             raise ValueError(f"--tune-cache {self.tune_cache} goes with --tune; pass both, or neither")
+        self._check_effect()
         if self.dummy_weights and self.model is not None:
             published(self.model)
         elif self.model is not None:
             find_checkpoint(self.model)
+
+    def _check_effect(self) -> None:
+        """ValueError for a flag that has no effect beside another one."""
+        beside = (
+            ("with --no-prefix-caching", not self.prefix_caching, ("state_snapshot_bytes", "state_snapshot_tokens")),
+            ("with --no-cuda-graph", not self.cuda_graph, ("warm_up", "warm_up_late")),
+            ("with --gpu-memory-utilization", self.gpu_memory_utilization is not None, ("memory_fraction",)),
+            ("without --warm-up", not self.warm_up, ("warm_up_late",)),
+        )
+        for why, holds, names in beside:
+            if holds and (given := [flag for flag, value in self.given(*names).items() if value]):
+                raise ValueError(f"{given[0]} has no effect {why}; leave it out, or change that")
 
     def engine_config(self) -> EngineConfig:
         """Options of the engine. ValueError for a value that no model can take."""

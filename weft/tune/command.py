@@ -5,7 +5,7 @@ weft.cli registers it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ from weft.bench.names import DTYPES, OPS, complete_tuned_op, shapes_by_op, unkno
 from weft.bench.ranks import leave, ranks
 from weft.console import (
     WORLD_SIZE,
+    TypedFlags,
     check_output,
     complete_device,
     from_flags,
@@ -46,7 +47,7 @@ OF_MODEL = ("seconds", "max_batch", "max_seq_len", "quantization", "tune_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneFlags:
+class TuneFlags(TypedFlags):
     """Flags of `weft tune` as typed. ValueError for values that are wrong on any machine.
 
     ops  OP or OP@SHAPES; words of one op are searched together. ``shapes``: for words without their own
@@ -116,10 +117,10 @@ class TuneFlags:
         for word in words:
             parse(word)
         check_apart("--out", self.out, "--json", self.json)
-        if self.algorithm_cache is not None and (self.out is not None or self.json is not None):
+        if self.algorithm_cache is not None and (given := self.given("out", "json", "quick")):
             raise ValueError(
-                f"--algorithm-cache {self.algorithm_cache}: only cuBLAS's algorithms are searched, and no table is written; "
-                f"leave out --out and --json"
+                f"--algorithm-cache {self.algorithm_cache}: cuBLAS's algorithms are searched whole, and no table is written; "
+                f"leave out {' and '.join(given)}"
             )
         for flag, file in (("--out", self.out), ("--json", self.json)):
             if file is not None and len(self.world_sizes) > 1:
@@ -134,14 +135,12 @@ class TuneFlags:
             raise ValueError(
                 f"weft tune takes ops or --model, and got {given}{' and ops' if self.ops else ''}; pass one"
             )
-        defaults = {one.name: one.default for one in fields(self)}
-        given = [name for name in (OF_OPS if self.model else OF_MODEL) if getattr(self, name) != defaults[name]]
-        if given:
-            flag, value = given[0].replace("_", "-"), getattr(self, given[0])
+        if given := self.given(*(OF_OPS if self.model else OF_MODEL)):
+            flag, value = next(iter(given.items()))
             if self.model is not None:
-                why = f"--model {self.model}: --{flag} is for ops, and the model names its calls"
+                why = f"--model {self.model}: {flag} is for ops, and the model names its calls"
             else:
-                why = f"--{flag} {value} is of --model, and ops are named"
+                why = f"{flag} {value} is of --model, and ops are named"
             raise ValueError(f"{why}; leave it out")
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weft.arguments import check_int
 from weft.bench.names import MEASURED
-from weft.console import notices, progress, talks
+from weft.console import TypedFlags, notices, progress, talks
 
 if TYPE_CHECKING:
     from weft.bench.ops.workload import OpWorkload
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegretFlags:
+class RegretFlags(TypedFlags):
     """Flags of ``weft bench --regret`` as typed."""
 
     regret: Annotated[
@@ -52,9 +52,8 @@ class RegretFlags:
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"--seconds {self.seconds} is not positive; pass a time such as 120")
         if not self.regret:
-            for one in fields(self):
-                if getattr(self, one.name) != one.default:
-                    raise ValueError(f"--{one.name} {getattr(self, one.name)} is of --regret; pass both")
+            for flag, value in self.given().items():
+                raise ValueError(f"{flag} {value} is of --regret; pass both")
             return
         from weft.bench.regret.published import planned_ops
 

@@ -54,10 +54,6 @@ class Capabilities:
         """True if atomics on the memory of every rank of the node are atomic."""
         return PCIE not in self.links
 
-    def unreachable(self) -> tuple[int, ...]:
-        """Ranks whose memory this rank cannot reach."""
-        return tuple(rank for rank, reached in enumerate(self.peer_access) if not reached)
-
 
 class GPU(NamedTuple):
     """A GPU that virtual ranks can plan as."""

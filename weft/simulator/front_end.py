@@ -29,7 +29,6 @@ from weft.triton_api import (
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-ARCH = f"sm_{TARGET.arch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

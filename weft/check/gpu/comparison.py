@@ -41,10 +41,6 @@ class Comparison:
     only_gpu: tuple[Finding, ...]
     only_sim: tuple[tuple[Found, str], ...]
 
-    @property
-    def is_subset(self) -> bool:
-        return not self.only_gpu
-
 
 def compare(simulated: Sequence[Found], on_gpus: Iterable[Finding]) -> Comparison:
     """Compare findings by their lines: GSan's names one of its two lines, the simulator's both."""

@@ -5,9 +5,11 @@ import json
 
 import jinja2
 import pytest
+from tokenizers import pre_tokenizers
 
 from weft.errors import CheckpointError
-from weft.text.chat import ChatTemplate
+from weft.text.chat import ChatTemplate, prompt_of
+from weft.text.tokenizer import load_tokenizer
 
 TEMPLATE = """{%- if tools %}
     {{- 'tools: ' + tools | tojson }}
@@ -186,6 +188,51 @@ def test_special_tokens_have_their_names(byte_model, tmp_path):
     for name, (config, older) in NAMED.items():
         files = {"special_tokens_map.json": json.dumps(older)} if older else {}
         as_transformers(directory_of(tmp_path / name, byte_model, config | {"chat_template": TOKENS}, files), [USER])
+
+
+# Composed and compatibility characters, digits of several scripts, blanks, line ends, contractions, special tokens.
+HARD = (
+    "e\u0301 é", "Å\u212b ﬁ", "न\u093fम", "a1234567 12", "١٢٣ ²", "  a bc", "\r\n\n  bc ", "don't DON'T", "a\u200bb\u00a0c",
+    "<|im_end|> a<|endoftext|>b", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "named", "model_type"),
+    [
+        ("GPT2Tokenizer", "GPT2Tokenizer", "llama"),
+        *(("Qwen2Tokenizer", "Qwen2Tokenizer", kind) for kind in ("qwen2", "qwen3", "qwen3_next")),
+        ("Qwen2Tokenizer", "LlamaTokenizerFast", "qwen2"),
+        *(("Qwen3_5Tokenizer", name, "qwen3_5") for name in ("Qwen2Tokenizer", "Qwen3_5Tokenizer")),
+    ],
+)
+def test_a_chat_with_a_tokenizer_of_its_class_has_the_ids_of_transformers(tmp_path, made, named, model_type):
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    merges = [
+        ("Ġ", "a"),
+        ("b", "c"),
+        ("1", "2"),
+        ("12", "3"),
+        ("Ġ", "Ġ"),
+        ("Ã", "©"),
+        ("'", "t"),
+        ("Ċ", "Ċ"),
+        ("Ġ", "bc"),
+    ]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges), "<|endoftext|>"]
+    special = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": TEMPLATE}
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    getattr(transformers, made)(vocab=vocabulary, merges=merges, **special).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template, tokenizer = ChatTemplate(tmp_path), load_tokenizer(tmp_path)
+    assert type(theirs).__name__ == made
+    for text in HARD:
+        messages = [{"role": "user", "content": text}]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert prompt_of(template, tokenizer, messages) == ids, text
 
 
 def test_of_several_templates_the_one_for_tools_is_taken_with_tools(byte_model, tmp_path):

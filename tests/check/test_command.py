@@ -125,6 +125,18 @@ def test_a_main_that_would_never_run_is_wrong_usage(tmp_path):
     assert "weft: main=main is an async function, so its body would never run" in result.output
 
 
+def test_a_main_with_other_arguments_or_without_kernels_says_so(tmp_path):
+    script = tmp_path / "empty.py"
+    script.write_text("def main():\n    pass\n\n\ndef hosts(team):\n    pass\n")
+    result = run(script)
+    assert result.exit_code == 2 and "weft: main=main() cannot be called as main(team)" in result.output
+    note = "no kernel ran, so only operations of hosts were checked"
+    for more in (("--function", "hosts"), ("--torch",)):
+        result = run(script, *more, "--schedules", 1)
+        assert result.exit_code == 0 and note in result.output
+    assert note not in run(examples.__file__, "--schedules", 1).output
+
+
 def test_a_main_that_leaves_early_has_not_shown_that_it_is_right(tmp_path):
     script = tmp_path / "leaving.py"
     script.write_text("import sys\n\n\ndef main(team):\n    sys.exit(0)\n")

@@ -144,7 +144,10 @@ def test_the_heap_s_size_is_a_flag():
 
 
 def test_the_plan_is_shown():
-    result = weft("--world-size", 2, "--max-tokens", 1)
+    result = weft("--world-size", 2, "--max-tokens", 1, "--top-p", 0.5, "--tune", "--memory-fraction", 0.9)
+    assert "--top-p has no effect at temperature 0; pass --temperature" in result.stderr
+    for flag in ("--tune", "--memory-fraction"):
+        assert f"weft: {flag} has no effect without GPUs" in result.stderr
     by = "replicated, fused, all-reduce with the next norm, deferred RMS scale"
     assert f"prompts of 8 tokens: {by}: 8 tokens, never split: " in result.stderr
     assert "no decode steps\nKV cache split over the ranks by heads: " in result.stderr

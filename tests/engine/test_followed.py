@@ -115,7 +115,9 @@ def test_a_file_that_is_no_plan(tmp_path, plan):
     file.write_text("{")
     flat.write_text(json.dumps({**json.loads(plan.read_text()), "server": {"world_size": 1, "engine": []}}))
     for path in (file, flat, tmp_path / "none.json"):
-        with pytest.raises(ValueError, match="plan .*json: "):
+        with pytest.raises(
+            ValueError, match="flat.json: |cannot be read as JSON: .*; write one by weft plan MODEL --out FILE"
+        ):
             followed.read(path)
 
 

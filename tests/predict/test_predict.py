@@ -113,7 +113,7 @@ def test_the_command_prints_a_time_for_each_world_size_or_one_line():
     wrong = {
         ("moe-rs", "--shapes", "1x2"): "xinnerxexpertsxtop; pass positive numbers, as in 8192x2048x768x128x8",
         ("nothing",): "has no model", ("all-reduce", "--shape", "3x4"): "is not bytes",
-        ("ag-gemm", "--world-size", "3"): "is not divisible by world_size=3",
+        ("ag-gemm", "--world-size", "3"): "N=51200 is not divisible by world_size=3; pass another --world-size",
         ("ag-gemm", "--gpu", "h2000"): "has no constants; pass one of a100, b200, h100, h200, mi300x",
     }  # fmt: skip
     for arguments, message in wrong.items():

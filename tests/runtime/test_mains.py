@@ -68,13 +68,42 @@ def test_a_main_that_would_never_run_is_refused_in_one_line(case, door):
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_main_that_takes_other_arguments_is_refused_in_one_line(door):
+    for main, says in (
+        (
+            lambda: None,
+            r"main=<lambda>\(\) cannot be called as <lambda>\(team\): too many positional arguments; it takes",
+        ),
+        (lambda team, x: None, r"called as <lambda>\(team\): missing a required argument: 'x'; .* then what args= has"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            DOORS[door](main)
+    with pytest.raises(ValueError, match=r"called as <lambda>\(team, 'x', 2\): too many"):
+        weft.simulate(lambda team, x: None, 2, args=("x", 2))
+
+
+@functools.wraps(lambda team, x: x)
+def adds_an_argument(team):
+    return team.rank
+
+
 class Plain:
     def __call__(self, team):
         return team.rank
 
 
 @pytest.mark.parametrize(
-    "main", [lambda team: team.rank, Plain(), functools.partial(lambda x, team: x, 3), Plain().__call__]
+    "main",
+    [
+        lambda team: team.rank,
+        Plain(),
+        functools.partial(lambda x, team: x, 3),
+        Plain().__call__,
+        adds_an_argument,
+        lambda *given: 3,
+        print,
+    ],
 )
 def test_any_other_callable_runs(main):
     assert len(weft.simulate(main, 1)) == 1

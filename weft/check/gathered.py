@@ -20,6 +20,7 @@ class Gathered:
 
     def __init__(self, strategy: str, deterministic: bool, on_results: Callable[[list[Any]], None] | None) -> None:
         self.runs, self._strategy, self._deterministic, self._on_results = 0, strategy, deterministic, on_results
+        self.has_kernels = False
         self._found: dict[tuple, Found] = {}
         self._seen: dict[tuple, set[int]] = {}
         self._first: dict[tuple[int, int], tuple[Outcome, Schedule]] = {}  # by world size and SMs
@@ -27,6 +28,7 @@ class Gathered:
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
         self.runs += 1
+        self.has_kernels = self.has_kernels or outcome.programs > 0
         self._runs_of.setdefault(schedule.world_size, set()).add(self.runs)
         for finding, count in outcome.findings:
             self._merge(finding, count, schedule)

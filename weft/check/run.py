@@ -27,7 +27,7 @@ from weft.check.runner import Outcome, Runner
 from weft.check.shrinking import Shrinking
 from weft.check.strategies import STRATEGIES, strategy_of
 from weft.runtime.capabilities import GPUS, LINKS
-from weft.runtime.mains import check_main
+from weft.runtime.mains import check_main, check_takes
 from weft.runtime.team.shape import check_node_size
 
 DEFAULT_SCHEDULES = 20
@@ -94,7 +94,9 @@ def check(
     check_instance("script", script, str, "a string")
     check_optional(check_callable, "progress", progress, "progress(runs, total, findings)")
     check_optional(check_callable, "on_results", on_results, "on_results(results)")
-    runner = Runner(main, check_heap_bytes(heap_bytes), check_args(args), compile)
+    args = check_args(args)
+    check_takes(main, args)
+    runner = Runner(main, check_heap_bytes(heap_bytes), args, compile)
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
 
@@ -119,8 +121,9 @@ def check(
         shrinking = Shrinking(runner, {f.finding.cause for f in merged})
         merged = [replace(f, replay=shrinking.shrunk(f)) for f in merged]
     return Report(
-        findings=tuple(merged), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
-    )
+        findings=tuple(merged), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script,
+        notes=() if gathered.has_kernels else ("no kernel ran, so only operations of hosts were checked",),
+    )  # fmt: skip
 
 
 def _runs(runner: Runner, first: Schedule, count: int, *, fixed: bool) -> Iterator[tuple[Schedule, Outcome]]:

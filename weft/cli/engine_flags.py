@@ -230,6 +230,11 @@ class EngineFlags(TypedFlags):
             if holds and (given := [flag for flag, value in self.given(*names).items() if value]):
                 raise ValueError(f"{given[0]} has no effect {why}; leave it out, or change that")
 
+    def say_simulated(self) -> None:
+        """Name the flags that virtual ranks do not use."""
+        for flag in self.given("tune", "algorithm_cache", "warm_up", "memory_fraction", "gpu_memory_utilization"):
+            notices.info("weft: %s has no effect without GPUs", flag)
+
     def engine_config(self) -> EngineConfig:
         """Options of the engine. ValueError for a value that no model can take."""
         import torch

@@ -166,8 +166,10 @@ def generate(flags: GenerateFlags) -> None:
         count = 0 if coordinates() is not None else early_ranks(flags.world_size, flags.device)
         with early_processes(count, ENGINES_LOAD) as early:
             options = GenerateOptions.of(flags)
-            if flags.model is not None and is_simulated(flags.world_size, flags.device):
-                _check_simulable(flags, options)
+            if is_simulated(flags.world_size, flags.device):
+                if flags.model is not None:
+                    _check_simulable(flags, options)
+                flags.say_simulated()
             world_size, plan = flags.world_size, options.engine.plan
             if plan is not None:
                 world_size = plan.check_world_size(world_size)
@@ -305,6 +307,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         if talks:
             _print_json(options, completions)
             _print_speed(engine, team)
+            _say_greedy(engine, options)
             _check([made.error for made in completions])
         return
     faults: list[Fault | None] = []
@@ -324,7 +327,17 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     else:
         _print_answers([text for text in options.shown for _ in range(n)], n, pieces)
     _print_speed(engine, team)
+    _say_greedy(engine, options)
     _check(faults)
+
+
+def _say_greedy(engine: Engine, options: GenerateOptions) -> None:
+    """Name the flags of a draw that there is not: at temperature 0 each token is the likeliest."""
+    given = options.sampling["temperature"]
+    if not (engine.defaults.temperature if given is None else given):
+        for name in ("top_p", "top_k", "min_p"):
+            if options.sampling[name] is not None:
+                notices.info("weft: --%s has no effect at temperature 0; pass --temperature", name.replace("_", "-"))
 
 
 def _with_faults(pieces: Iterator[Piece], faults: list[Fault | None]) -> Iterator[Piece]:

@@ -146,6 +146,8 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
                 **progress,
             )
         loading.join()
+        if llm.device == "sim":
+            flags.say_simulated()
         from weft.serve import app, server
 
         if early is not None:

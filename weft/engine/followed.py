@@ -108,7 +108,11 @@ def read(path: str | PathLike[str]) -> ServingPlan:
         )
     except KeyError as error:
         raise ValueError(f"plan {fspath(path)}: {error.args[0]} is missing; run weft plan again") from None
-    except (OSError, ValueError, OverflowError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"plan {fspath(path)} cannot be read as JSON: {error}; write one by weft plan MODEL --out FILE"
+        ) from None
+    except (ValueError, OverflowError, TypeError, AttributeError) as error:
         raise ValueError(f"plan {fspath(path)}: {error}") from None
 
 

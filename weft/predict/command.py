@@ -42,7 +42,8 @@ class _Sizes(NamedTuple):
 def _share(name: str, size: int, world_size: int) -> int:
     if size % world_size:
         raise ValueError(
-            f"{name}={size} is not divisible by world_size={world_size}; pass the size of all ranks together"
+            f"{name}={size} is not divisible by world_size={world_size}; pass another --world-size, or --shapes with the sizes "
+            f"of all ranks together"
         )
     return size // world_size
 

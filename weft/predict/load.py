@@ -100,7 +100,11 @@ def read(path: Path) -> Load:
     """Load of a file. ValueError, with file and field, for another content."""
     try:
         return of(json.loads(text_of(path)))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"--load {path} cannot be read as JSON: {error}; write one as docs/planning.md shows"
+        ) from None
+    except ValueError as error:
         raise ValueError(f"--load {path}: {error}") from None
 
 

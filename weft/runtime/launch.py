@@ -40,7 +40,7 @@ from weft.runtime.environment import (
     stand_for_machine,
     visible_gpus,
 )
-from weft.runtime.mains import check_main, checked_result
+from weft.runtime.mains import check_main, check_takes, checked_result
 from weft.runtime.signals import leave_end_to_parent
 from weft.runtime.store import Given, give, kept, private_folder, remove
 from weft.runtime.team.shape import check_node_size
@@ -96,6 +96,7 @@ def launch(
     if world_size is not None:
         world_size = positive("world_size", world_size)
     args, heap_bytes = check_args(args), check_heap_bytes(heap_bytes)
+    check_takes(main, args)
     check_seed(seed)
     check_debug(debug)
     check_bool("share_gpus", share_gpus)

@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import Any
 
+from weft.arguments import quoted, shortened
 from weft.errors import WrongMain
 
 
@@ -19,6 +20,22 @@ def check_main(main: object) -> None:
         for matches, what in _KINDS:
             if matches(function):
                 raise WrongMain(_name(main), what)
+
+
+def check_takes(main: Any, args: tuple) -> None:
+    """ValueError unless ``main`` can be called with a team and ``args``."""
+    try:
+        signature = inspect.signature(main, follow_wrapped=False)
+    except (TypeError, ValueError):  # of a function written in C
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        given = ", ".join(["team", *(quoted(arg) for arg in args)])
+        raise ValueError(
+            f"main={_name(main)}{signature} cannot be called as {_name(main)}({shortened(given)}): {error}; it takes the team, "
+            f"then what args= has"
+        ) from None
 
 
 def checked_result(main: object, result: Any) -> Any:

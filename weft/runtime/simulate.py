@@ -23,7 +23,7 @@ from weft.arguments import (
 from weft.errors import KernelRefused, SimulatorMissing
 from weft.runtime.capabilities import DEFAULT_GPU, GPUS, LINKS, NVLINK
 from weft.runtime.launching import forget_launches_on
-from weft.runtime.mains import check_main, checked_result
+from weft.runtime.mains import check_main, check_takes, checked_result
 from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
@@ -74,6 +74,7 @@ def simulate(
     check_choice("like", like, tuple(GPUS))
     sms = check_optional(positive, "sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
+    check_takes(main, args)
     node_size = check_node_size(node_size, world_size)
     check_choice("link", link, LINKS)
     check_bool("compile", compile)

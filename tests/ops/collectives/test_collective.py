@@ -98,6 +98,7 @@ def test_the_same_bits_from_run_to_run():
             r"x\.shape\[0\]=5 .* world_size=2; pad dimension 0 to 6",
         ),
         (lambda team: ops.all_to_all(torch.ones(3, 2), team), r"x\.shape\[0\]=3 .* pad dimension 0 to 4"),
+        (lambda team: ops.all_reduce(team, torch.ones(2)), r"x=<Team> is not a tensor; pass a torch.Tensor"),
         (lambda team: ops.all_gather(torch.tensor(1.0), team), r"no dimension 0 .* x\.reshape\(1\)"),
         (lambda team: ops.all_gather(torch.ones(2, dtype=torch.complex128), team), r"16 bytes an element"),
     ],

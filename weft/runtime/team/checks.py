@@ -32,7 +32,7 @@ def check_tensor(
         # An eager call takes the host about 20 µs, so the error is only looked for once there is one.
         fits = x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes
         fits = fits and x.device == team.device and x.layout is torch.strided
-    except AttributeError:
+    except (AttributeError, TypeError):  # TypeError: of a Team in the place of the tensor
         fits = False
     if not fits or not isinstance(team, Team):
         _refuse_tensor(op, name, x, team, dtypes)

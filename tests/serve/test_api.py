@@ -204,7 +204,7 @@ BODIES = [
     ({"prompt": "1", "bad_words": "\ud800"}, 400, "bad_words is not text that UTF-8 can hold"),
     ({"prompt": "1", "stop": ["1", "\ud800"]}, 400, "stop is not text that UTF-8 can hold"),
     ({"prompt": "1", "\ud800": 1}, 400, "\\ud800 is not a field of this request"),
-    ({"prompt": "1", "temprature": 1}, 400, "temprature is not a field of this request; leave it out"),
+    ({"prompt": "1", "temprature": 1}, 400, "not a field of this request; leave it out; did you mean temperature?"),
 ]  # fmt: skip
 MESSAGES = [
     ([], "messages=[] is not a list of messages"),

@@ -49,7 +49,7 @@ def test_a_file_without_end_is_refused(monkeypatch):
 def test_mistakes_and_refusals_are_one_line(served):
     url = ("--url", f"{served.url}/v1")
     for arguments, message in [
-        (("--url", "http://127.0.0.1:9/v1"), "no list of models comes from it"),
+        (("--url", "http://127.0.0.1:9/v1"), "; start weft serve there, or pass another --url"),
         ((*url, "--rates", "0"), "--rates 0 is not a positive number"),
         ((*url, "--input-tokens", "9-3"), "--input-tokens 9-3 is not a number of tokens"),
         ((*url, "--model", "x"), "none of 8 requests was answered; the first: ValueError: status 404"),

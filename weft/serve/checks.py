@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weft.arguments import check_optional, quoted, shortened
+from weft.arguments import check_optional, did_you_mean, quoted, shortened
 
 JSON_TYPES = {dict: "an object", bool: "true or false", str: "a string", list: "a list"}
 
@@ -30,17 +30,19 @@ def given_among(body: object, known: Iterable[str], neutral: Mapping[str, tuple[
     given, known = given_of(body), tuple(known)
     for name, value in given.items():
         if name not in known:
-            refuse(name, value, neutral)
+            refuse(name, value, neutral, known)
     return {name: given[name] for name in known if name in given}
 
 
-def refuse(name: str, value: object, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse(name: str, value: object, neutral: Mapping[str, tuple[Any, ...]], known: Iterable[str]) -> None:
     """Raise BadField for a field that is not supported, unless its value asks for nothing.
 
     neutral  values that ask for nothing, by field of the API
+    known    fields that are supported
     """
     if name not in neutral:
-        raise BadField(f"{shortened(name)} is not a field of this request; leave it out", shortened(name))
+        near = did_you_mean(name, known)
+        raise BadField(f"{shortened(name)} is not a field of this request; leave it out{near}", shortened(name))
     if not any(value == one and type(value) in (type(one), float) for one in neutral[name]):
         raise BadField(f"{name}={quoted(value)} is not supported; leave it out", name)
 

@@ -153,7 +153,7 @@ def _check_names(given: Mapping[str, Any], own: Collection[str]) -> None:
         if (kind := NOT_OF_THE_MODEL.get(name)) is not None:
             checked(name, of_type(kind), value)
         elif name not in own and name not in SAMPLING:
-            refuse(name, value, UNSUPPORTED)
+            refuse(name, value, UNSUPPORTED, (*own, *SAMPLING))
 
 
 def _of_chat(given: Mapping[str, Any]) -> dict[str, Any]:

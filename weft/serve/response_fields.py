@@ -65,7 +65,7 @@ class AskedResponse:
             if name not in AS_OF_CHAT and name not in OWN:
                 if name in REMEDIES and value not in NEUTRAL[name]:
                     raise BadField(f"{name}={quoted(value)}: {REMEDIES[name]}", name)
-                refuse(name, value, NEUTRAL)
+                refuse(name, value, NEUTRAL, (*AS_OF_CHAT, *OWN))
         if "input" not in given:
             raise BadField("input is missing", "input")
         chat: dict[str, Any] = {name: given[name] for name in given if name in AS_OF_CHAT}

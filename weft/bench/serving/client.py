@@ -78,7 +78,8 @@ def models_of(target: Target) -> list[str]:
     try:
         answer = httpx.get(f"{target.url}/models", headers=target.headers, timeout=30)
     except httpx.HTTPError as error:
-        raise ValueError(f"{flag}: no list of models comes from it ({shortened(error)})") from None
+        remedy = "start weft serve there, or pass another --url"
+        raise ValueError(f"{flag}: no list of models comes from it ({shortened(error)}); {remedy}") from None
     if answer.status_code != 200:
         remedy = REMEDIES.get(answer.status_code, "see the server's log")
         raise ValueError(f"{flag}: status {answer.status_code} for its list of models; {remedy}")

@@ -79,6 +79,13 @@ def test_an_argument_that_triton_has_no_type_for_is_refused_by_name(value):
         simulate(lambda _: counting[(1,)](torch.zeros(1, dtype=torch.int32), value))
 
 
+def test_a_kernel_that_is_called_without_a_grid_is_refused_in_one_line():
+    with pytest.raises(
+        TypeError, match=r"^counting: called on the host without a grid; launch it as counting\[\(1,\)\]\("
+    ):
+        simulate(lambda team: counting(team.zeros(1)))
+
+
 def test_a_number_of_warps_is_a_power_of_2():
     with pytest.raises(ValueError, match="counting: num_warps=3 is not a power of 2"):
         simulate(lambda _: counting[(1,)](torch.zeros(1, dtype=torch.int32), num_warps=3))

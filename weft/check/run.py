@@ -122,7 +122,7 @@ def check(
         merged = [replace(f, replay=shrinking.shrunk(f)) for f in merged]
     return Report(
         findings=tuple(merged), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script,
-        notes=() if gathered.has_kernels else ("no kernel ran, so only operations of hosts were checked",),
+        notes=() if gathered.has_kernels or merged else ("no kernel ran, so only operations of hosts were checked",),
     )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ class Interpreter:
         if patching.is_active():
             raise RuntimeError("an Interpreter is active in this process already; leave its scope first")
         try:
-            patching.patch_jit_functions(self._patches, self.port.launch, self._callees.resolve)
+            patching.patch_jit_functions(
+                self._patches, self.port.launch, self._callees.resolve, lambda: self._frames.innermost() is not None
+            )
             patching.patch_language(self._patches, self._callees, self._stand_ins)
             patching.patch_values(self._patches, self._semantic, self._stand_ins.cast)
         except BaseException:

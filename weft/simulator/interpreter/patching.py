@@ -60,8 +60,10 @@ def is_active() -> bool:
     return hasattr(JITFunction.run, "__weft_resolve__")
 
 
-def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[object], Callable]) -> None:
-    """Redirect launches to ``launch``. A jit function called from Python runs as in kernel code."""
+def patch_jit_functions(
+    patches: Patches, launch: Callable, resolve: Callable[[object], Callable], in_kernel: Callable[[], bool]
+) -> None:
+    """Redirect launches to ``launch``. A jit function that a kernel calls by Python code runs as in kernel code."""
 
     def run(jit_fn: JITFunction, *args: object, grid: GridSizes, warmup: bool, **kwargs: object) -> Compiled:
         if not warmup:
@@ -77,9 +79,17 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[o
             f"before the kernel is defined"
         )
 
+    def call(jit_fn: JITFunction, *args: object, **kwargs: object) -> object:
+        if not in_kernel():
+            name = jit_fn.__name__
+            raise TypeError(
+                f"{name}: called on the host without a grid; launch it as {name}[(1,)](...), or call it in kernels"
+            )
+        return resolve(jit_fn)(*args, **kwargs)
+
     run.__weft_resolve__ = resolve  # type: ignore[attr-defined]
     patches.set(JITFunction, "run", run)
-    patches.set(JITFunction, "__call__", lambda jit_fn, *args, **kwargs: resolve(jit_fn)(*args, **kwargs))
+    patches.set(JITFunction, "__call__", call)
     patches.set(JITFunction, "__get__", get)
     patches.set(Autotuner, "run", run_first_configuration)
     patches.set(InterpretedFunction, "run", refuse)

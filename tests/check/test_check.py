@@ -272,6 +272,20 @@ def test_breakpoint_stops_one_rank(monkeypatch):
     assert stops == ["stop_here"]
 
 
+def test_hosts_that_wait_for_each_other_and_a_simulation_in_one_are_told_so():
+    def alone(team):
+        if team.rank == 0:
+            team.barrier()
+
+    (found,) = weft.check(alone, 2, schedules=1).findings
+    assert found.finding.detail == ("rank 0 host code waits in team0's barrier (rendezvous 4) for rank 1",)
+    assert found.finding.remedy == "make the call in which a rank waits on all ranks, or on none"
+    with pytest.raises(
+        RuntimeError, match="simulates kernels already; call weft.simulate or weft.check outside of main"
+    ):
+        weft.simulate(lambda team: weft.simulate(lambda team: None, 1), 1)
+
+
 @triton.jit
 def take_behind(data, flag, got, team, N: tl.constexpr):
     wl.wait(flag, 1, team)

@@ -103,7 +103,10 @@ class Detector(HappensBefore):
             Access(0, thread, SCALAR, 0, 0, 0, "spin" if thread in spinning else "wait", line, "sys", thread.sync)
             for line, thread in by_line.items()
         ]
-        self.races.report(kind, text, sides, elements, detail=(*tasks, *causes))
+        stuck = [task.waiting for task in self.machine.scheduler.waiting_tasks()]
+        meet = kind == "deadlock" and all(one is not None and one.low is None for one in stuck)  # ranks, not bytes
+        advice = "make the call in which a rank waits on all ranks, or on none" if meet else ""
+        self.races.report(kind, text, sides, elements, detail=(*tasks, *causes), advice=advice)
         return causes
 
     def _stuck_threads(self) -> tuple[list[ThreadClock], set[ThreadClock]]:

@@ -33,7 +33,9 @@ class Interpreter:
 
     def __enter__(self) -> Interpreter:
         if patching.is_active():
-            raise RuntimeError("an Interpreter is active in this process already; leave its scope first")
+            raise RuntimeError(
+                "this process simulates kernels already; call weft.simulate or weft.check outside of main"
+            )
         try:
             patching.patch_jit_functions(
                 self._patches, self.port.launch, self._callees.resolve, lambda: self._frames.innermost() is not None

@@ -41,9 +41,13 @@ notices = logs.logger_of(logs.NOTICES)
 
 
 def layout_of(text: str | None) -> str | tuple[int, int] | None:
-    """Layout of experts that a flag names: (ep, tp) of EPxTP, any other text as it is."""
-    parts = (text or "").split("x")
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
+    """Layout of experts that --expert-layout names: a name, or (ep, tp) of EPxTP. ValueError for other text."""
+    if text is None or text in ("whole", "slices"):
+        return text
+    parts = text.split("x")
+    if len(parts) != 2 or not all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts):
+        raise ValueError(f"--expert-layout {quoted(text)} is not whole, slices or EPxTP, such as 2x4")
+    return int(parts[0]), int(parts[1])
 
 
 def talks() -> bool:

@@ -283,6 +283,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--dummy-weights", "--model", "qwen3-32b", "--chat"], "instead of --prompt and --chat"),
         (["--model", ""], "model='' names no directory"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),
+        (["--expert-layout", "3x"], "--expert-layout '3x' is not whole, slices or EPxTP, such as 2x4"),
         (["--warm-up-late"], "--warm-up-late has no effect without --warm-up; leave it out, or change that"),
         (["--no-cuda-graph", "--warm-up"], "--warm-up has no effect with --no-cuda-graph"),
         (

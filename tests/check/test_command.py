@@ -180,6 +180,10 @@ async def test_async(team):
 def test_no_rank(team):
     pass
 
+@pytest.mark.weft(schedule=2)
+def test_mistyped(team):
+    pass
+
 def test_unmarked(team):
     pass
 """
@@ -191,9 +195,14 @@ def test_the_pytest_plugin(tmp_path):
     plugin = [] if is_installed else ["-p", "weft.check.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True).stdout
-    assert re.search(r"4 failed, 1 passed,( \d+ warnings?,)? 1 error", output)  # newer torch warns
+    assert re.search(r"5 failed, 1 passed,( \d+ warnings?,)? 1 error", output)  # newer torch warns
     assert "main=test_async is an async function" in output
     assert "test_no_rank cannot be checked: world_size=0 is not a positive integer" in output
+    assert (
+        "test_mistyped cannot be checked: marker weft: got an unexpected keyword argument 'schedule'; it takes "
+        in output
+    )
+    assert "During handling" not in output
     assert "plugin.py" not in output
     assert "missing-barrier  data[0..31] of rank 1" in output
     assert "replay: @pytest.mark.weft(world_size=2, strategy='pct', seed=" in output

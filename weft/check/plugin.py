@@ -9,11 +9,14 @@ marker takes the arguments of ``weft.check``. Other fixtures are made once and s
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from weft.check.report import Report
     from weft.runtime.team.team import Team
 
 
@@ -31,6 +34,15 @@ def team(request: pytest.FixtureRequest) -> Any:
         pytest.fail(
             "the fixture 'team' needs the marker: @pytest.mark.weft(world_size=[2, 4], schedules=20)", pytrace=False
         )
+
+
+def _bound(check: Callable[..., Report], *args: object, **given: object) -> inspect.BoundArguments:
+    """Arguments of a call of weft.check. ValueError for ones that it does not take."""
+    signature = inspect.signature(check)
+    try:
+        return signature.bind(*args, **given)
+    except TypeError as error:
+        raise ValueError(f"marker weft: {error}; it takes {', '.join([*signature.parameters][1:])}") from None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,11 +63,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     def main(team: Team) -> Any:
         return function(team=team, **fixtures)
 
+    report, wrong = None, ""
     try:
         check_main(function)
-        report = check(main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
+        call = _bound(check, main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
+        report = check(*call.args, **call.kwargs)
     except (WrongMain, ValueError) as error:  # of the marker's arguments; what the test raises is a finding
-        pytest.fail(f"{pyfuncitem.name} cannot be checked: {error}", pytrace=False)
+        wrong = str(error)
+    if report is None:
+        pytest.fail(f"{pyfuncitem.name} cannot be checked: {wrong}", pytrace=False)
     if not report.ok:
         pytest.fail(str(report), pytrace=False)
     return True

@@ -224,6 +224,8 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--seconds", "60"], "--seconds 60.0 is of --regret; pass both"),
         (["gemm", "--seed", "0"], "--seed 0 is of --regret; pass both"),
+        (["gemm@3,4,5", "--shapes", "3,4,5"], "--shapes 3,4,5 has no effect, since each op has shapes after its @"),
+        (["gemm@3,4,5", "--regret", "--check-only", "--drawn", "2"], "--drawn has no effect, since each op has shapes"),
         (["gemm", "--regret", "--check-only", "--json", "x.json"], "--json does not go with --regret --check-only"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),

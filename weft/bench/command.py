@@ -280,6 +280,8 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
     }.items():
         if given:
             raise ValueError(f"{flag} does not go with --regret; leave it out, and write rows with --json FILE")
+    if all(shapes.values()) and (given := asked.of_regret.given("seed", "listed", "drawn")):
+        raise ValueError(f"{next(iter(given))} has no effect, since each op has shapes; leave it out")
     if simulated and not asked.check_only and not all(shapes.values()):
         raise ValueError(
             "--regret times designs at shapes of published models, which takes GPUs; pass --check-only for their plans, or "

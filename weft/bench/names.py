@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.arguments import did_you_mean, quoted
+from weft.arguments import did_you_mean, quoted, shortened
 from weft.bench.models.names import LEVELS
 
 # Name on the command line: name in weft.ops, which is understood as well.
@@ -79,9 +79,12 @@ def alias_of(name: str) -> str:
 def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of words without shapes.
 
-    ValueError for a word that ends in @.
+    ValueError for a word that ends in @, and for ``shapes`` that no word takes.
     """
     by_op: dict[str, tuple[str, ...]] = {}
+    if shapes and words and all("@" in word for word in words):
+        given = shortened(",".join(shapes))
+        raise ValueError(f"--shapes {given} has no effect, since each op has shapes after its @; leave it out")
     for word in words:
         op, at, own = word.partition("@")
         if at and not own.strip():

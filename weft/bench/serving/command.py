@@ -17,7 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.arguments import check_int, positive, shortened
-from weft.console import api_key_of, check_output, from_flags, notices, numbers, one_line_errors, progress, words
+from weft.console import (
+    TypedFlags,
+    api_key_of,
+    check_output,
+    from_flags,
+    notices,
+    numbers,
+    one_line_errors,
+    progress,
+    words,
+)
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -28,7 +38,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeBenchFlags:
+class ServeBenchFlags(TypedFlags):
     """Flags of `weft bench serve`."""
 
     url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API, such as vLLM's, with /v1")] = (
@@ -81,6 +91,10 @@ def serve(flags: ServeBenchFlags) -> None:
         for name in ("requests", "clients"):
             positive(f"--{name}", getattr(flags, name))
         check_int("--warmup", flags.warmup, 0)
+        if flags.file is not None and (given := flags.given("input_tokens", "vocab_size")):
+            raise ValueError(
+                f"{next(iter(given))} is of random prompts, and --file {flags.file} has its own; leave one out"
+            )
         loads = _loads(flags)
         # Other prompts for each load: a server may keep what it has read.
         asks = [_asks(flags, number) for number in range(len(loads))]

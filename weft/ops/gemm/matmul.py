@@ -135,7 +135,7 @@ class Matmul(LocalGemm):
         if name != "persistent":
             return super().default(name, call, machine)
         tile = default_tile(call.M, call.N, call.dtype, machine.caps)
-        return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
+        return Persistent(tile=tile, split=splits_by_default(call.K))
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from super().space(call, machine, quick)

@@ -85,7 +85,7 @@ def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, pane
     return Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 
 
-def splits_by_default(K: int, caps: Capabilities) -> bool:
+def splits_by_default(K: int) -> bool:
     """True if tiles of the last round are split along K.
 
     Not for a small K, where joining a tile takes as long as a third of it (K=2048, 28 tiles split in 4, H200: 3 µs slower).

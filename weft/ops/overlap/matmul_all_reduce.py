@@ -179,7 +179,7 @@ class MatmulAllReduce(Overlapped):
             if world == 3 and (tile.block_m, tile.block_n) == (128, 128):
                 # With 128 accumulators a thread, two receive buffers and two peers make Triton 3.6 spill.
                 tile = replace(tile, num_warps=8)
-            return Fused(tile=tile, split=splits_by_default(call.K, caps), piece=piece_for(call.K, tile.block_k))
+            return Fused(tile=tile, split=splits_by_default(call.K), piece=piece_for(call.K, tile.block_k))
         if name == "pipelined":
             # Ranks that differ in K must divide the rows alike, so only the number of streams depends on K.
             return Pipelined(streams=1 if call.K >= 4096 and not call.fp8 else 2)

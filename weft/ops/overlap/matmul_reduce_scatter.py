@@ -118,7 +118,7 @@ class MatmulReduceScatter(Overlapped):
         if name == "fused":
             tile = default_tile(call.M // world, call.N, call.dtype, machine.caps, world)
             return Fused(
-                tile=tile, split=splits_by_default(call.K, machine.caps), piece=piece_for(call.K, tile.block_k)
+                tile=tile, split=splits_by_default(call.K), piece=piece_for(call.K, tile.block_k)
             )
         if name == "pipelined":
             # As measured on two and four H200s; four stand for more. Short K hides little, so pieces are cut finer: four H200s,

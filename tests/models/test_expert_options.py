@@ -18,6 +18,11 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 8,
 }  # fmt: skip
 ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+NO_LIMIT = {"max_window_layers": None, "n_shared_experts": 2, "num_key_value_heads": 8}
+EXAONE = {
+    "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "layer_types": ["sliding_attention"] * 5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,12 @@ ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_si
         ("glm4_moe", ROUTED | {"routed_scaling_factor": 2.5, "n_shared_experts": 2, "norm_topk_prob": False}),
         ("glm4_moe", {"first_k_dense_replace": 3, "attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
+        (
+            "dots1",
+            ROUTED | NO_LIMIT | {"layer_types": [*["full_attention"] * 4, "sliding_attention"], "sliding_window": 7},
+        ),
+        ("dots1", ROUTED | NO_LIMIT | {"sliding_window": None}),
+        ("exaone_moe", EXAONE | {"first_k_dense_replace": 3, "first_last_k_dense_replace": 3}),
         ("gpt_oss", {"num_local_experts": 12, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 7}),
         ("gpt_oss", {"attention_bias": False, "layer_types": ["full_attention"] * 5, "swiglu_alpha": 1.5}),
     ],
@@ -87,6 +98,7 @@ def check_experts(experts, block):
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0 is not a positive integer"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; weft runs GLM-4.5 with 'sigmoid'"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("dots1", ROUTED | NO_LIMIT, "max_window_layers=None is not an integer of at least 0"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 is not a positive number"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 5}, r"layer_types\[0\]='linear_attention' is not supported"),
     ],

@@ -103,6 +103,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             (name, {"rope_theta": 70.0, "rope_scaling": YARN})
             for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "SeedOss")
         ),
+        *((name, {"head_dim": None}) for name in ("SeedOss", "Ernie4_5")),
         ("Llama", {"head_dim": None, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}),
         *((name, WINDOW) for name in ("Qwen2", "Qwen3")),
         ("Qwen2", WINDOW | {"max_window_layers": 9}),
@@ -192,7 +193,7 @@ def test_absent_sizes_of_experts_are_what_transformers_assumes(name):
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=True is not supported; weft runs Seed-OSS with False"),
         ("seed_oss", {"attention_bias": "true"}, "attention_bias='true' is not true or false"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported"),
-        ("seed_oss", {"head_dim": None}, "head_dim=None is not a positive integer"),
+        ("qwen3", {"head_dim": None}, "head_dim=None is not a positive integer"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; weft runs Qwen3 with False"),
         *((family, {key: value}, f"{key}={value!r} is not an integer in 1 .. 1024")
           for family, key in (("qwen2_moe", "num_experts"), ("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts"))

@@ -135,7 +135,13 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
         (
             "exaone_moe",
             {"num_key_value_heads": 8, "is_moe_layer": [False, False, True, True, True]},
-            r"is_moe_layer=\[False, False, True, True, True\] are not the layers of",
+            r"is_moe_layer=\[False, False, True, True, True\] does not agree with mlp_layer_types or first_k_dense_rep.*: "
+            r"by them it would be \[False, True, True, True, True\]",
+        ),
+        (
+            "exaone_moe",
+            {"num_key_value_heads": 8, "first_k_dense_replace": 3, "first_last_k_dense_replace": 1},
+            "first_last_k_dense_replace=1 does not agree with .*: by them it would be 3",
         ),
         ("minimax_m2", {"rotary_dim": 129}, "rotary_dim=129 is not an integer in 1 .. 128"),
         ("minimax_m2", {"rotary_dim": 64, "head_dim": "128"}, "head_dim='128' is not a positive integer"),

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.errors import CheckpointError
+from weft.models.families import family_of
 from weft.models.files import as_directory, check_directory, check_regular, read_object
 from weft.models.generation import GenerationDefaults
 from weft.models.joined import Joined, joined_name, rows_in
@@ -65,12 +66,17 @@ class Checkpoint:
             ) from None
 
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none."""
-        name, value = "generation_config.json", None
+        """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none.
+
+        Without both those that transformers' class of the family assumes.
+        """
+        name, value, assumed = "generation_config.json", None, None
         if (self.directory / name).exists():
             value = self.read_json(name).get("eos_token_id")
+        elif (family := family_of(self.config.get("model_type"))) is not None:
+            assumed = family.defaults["eos_token_id"]
         if value is None:
-            name, value = "config.json", self.config.get("eos_token_id")
+            name, value = "config.json", self.config.get("eos_token_id", assumed)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and token >= 0 for token in ids):
             raise CheckpointError(

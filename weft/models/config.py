@@ -370,7 +370,7 @@ def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if sizes["num_key_value_heads"] is None:
         sizes["num_key_value_heads"] = heads
-    if sizes["head_dim"] is None and family.defaults["head_dim"] is None:
+    if sizes["head_dim"] is None and (family.null_head_dim or family.defaults["head_dim"] is None):
         if hidden_size % heads:
             raise CheckpointError(
                 f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}, and there is no "

@@ -20,7 +20,10 @@ from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
 def attention(content: Content) -> AttentionOptions:
     bias = flag(content, "attention_bias")
     # transformers does not read use_sliding_window.
-    windows = windows_by_layer({**content, "use_sliding_window": content["sliding_window"] is not None})
+    windowed = content["sliding_window"] is not None
+    if content["max_window_layers"] is None and (content.get("layer_types") is not None or not windowed):
+        content = {**content, "max_window_layers": 0}  # not read then
+    windows = windows_by_layer({**content, "use_sliding_window": windowed})
     return AttentionOptions(qk_norm=True, bias=bias, output_bias=bias, windows=windows)
 
 
@@ -35,6 +38,7 @@ DOTS1 = Family(
     architecture="Dots1ForCausalLM",
     defaults={
         **DEFAULTS,
+        "eos_token_id": None,
         "num_key_value_heads": 32,
         "sliding_window": 4096,
         "max_window_layers": 62,

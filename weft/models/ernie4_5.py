@@ -14,6 +14,7 @@ ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     other_architecture="Ernie4_5_ForCausalLM",
+    null_head_dim=True,
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 2,

@@ -14,11 +14,13 @@ NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_expe
 def experts(content: Content) -> ExpertOptions:
     options = by_layer_types(sigmoid_experts(content, *NAMES.values()), content)
     # Of the code that came with the checkpoint; transformers has the layers of the other keys.
-    if (named := content.get("is_moe_layer")) is not None and named != [*options.layers]:
-        raise CheckpointError(
-            f"config.json: is_moe_layer={quoted(named)} are not the layers of mlp_layer_types and first_k_dense_replace; "
-            f"weft reads these two"
-        )
+    dense = options.layers.index(True) if True in options.layers else len(options.layers)
+    for key, same in (("is_moe_layer", [*options.layers]), ("first_last_k_dense_replace", dense)):
+        if (named := content.get(key)) is not None and named != same:
+            raise CheckpointError(
+                f"config.json: {key}={quoted(named)} does not agree with mlp_layer_types or first_k_dense_replace, which "
+                f"weft reads (without both, 1 layer is dense): by them it would be {quoted(same)}"
+            )
     return options
 
 
@@ -29,6 +31,7 @@ EXAONE_MOE = Family(
     other_architecture="ExaoneMoEForCausalLM",
     defaults={
         **EXAONE4.defaults,
+        "eos_token_id": 53,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 1024,
@@ -41,8 +44,12 @@ EXAONE_MOE = Family(
     },
     attention=EXAONE4.attention,
     experts=experts,
-    reads=(*EXAONE4.reads, *(NAMES.get(name, name) for name in READS), "mlp_layer_types", "is_moe_layer"),
-    supported={**SIGMOID_SUPPORTED, "first_last_k_dense_replace": (1, None)},
+    reads=(
+        *EXAONE4.reads,
+        *(NAMES.get(name, name) for name in READS),
+        *("mlp_layer_types", "is_moe_layer", "first_last_k_dense_replace"),
+    ),
+    supported=SIGMOID_SUPPORTED,
     weights=WeightNames(router_bias="e_score_correction_bias", shared_expert="shared_experts"),
     # config.json of LGAI-EXAONE/K-EXAONE-236B-A23B; intermediate_size is that of the first layer.
     published=table(

@@ -13,6 +13,7 @@ SEED_OSS = Family(
     name="Seed-OSS",
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
+    null_head_dim=True,
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 8,

@@ -80,6 +80,7 @@ LATENT = {
     "rms_norm_eps": 1e-3, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "first_k_dense_replace": 1, "initializer_range": 0.2,
 }  # fmt: skip
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 20.0, "alpha": 4.0, "factor": 1.0}
 YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
@@ -216,6 +217,21 @@ FAMILIES = {
         "q_lora_rank": 24,
         "routed_scaling_factor": 2.5,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "hunyuan": {
+        "family": "HunYuanDenseV1",
+        "attention_bias": True,
+        "initializer_range": 0.2,
+        "rope_parameters": NTK_ALPHA,
+    },
+    "hunyuan-plain": {"family": "HunYuanDenseV1", "kv_heads": 4, "tied": True},
+    "hunyuan-moe": {
+        "family": "HunYuanMoEV1",
+        "initializer_range": 0.2,
+        "intermediate_size": 48,
+        "num_experts": 8,
+        "moe_topk": [3] * 3,
+        "rope_parameters": NTK_ALPHA,
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
     "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},

@@ -268,6 +268,8 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "deepseek-v3",
             "ministral3-3",
             "glm4-moe-lite-2",
+            "hunyuan-2",
+            "hunyuan-moe-3",
         ),
         "test_logits_and_64_greedy_tokens_are_those_of_transformers": ("qwen3-next",),
         "test_of_the_test_a_mutant_is_far_beyond_the_tolerance": 16,
@@ -553,7 +555,12 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_gathered_pages_hold_all_tokens_of_the_window": 8,
     },
     "tests/parallel/test_fused_attention.py": {
-        "test_fused_attention_is_that_of_torch": ("bias-at once", "sinks-at once", "all-in chunks"),
+        "test_fused_attention_is_that_of_torch": (
+            "bias-at once",
+            "sinks-at once",
+            "all-in chunks",
+            "norms after-in chunks",
+        ),
         "test_prompts_that_go_on_are_computed_in_parts": 3,
     },
     "tests/parallel/test_invariant.py": {

@@ -26,6 +26,8 @@ OPTIONS = {
     "interleaved": {"rotary": 0, "interleaved": True},
     "partial, interleaved": {"rotary": 3, "rotated": 12, "interleaved": True, "bias": True},
     "partial, with norms": {"rotary": 3, "rotated": 12, "qk_norm": True},
+    "norms after": {"qk_norm": True, "unrotated": 2, "bias": True},
+    "norms after, partial": {"rotary": 3, "rotated": 12, "interleaved": True, "qk_norm": True, "unrotated": 2},
     "sinks": {"sinks": True},
     "sinks in a window": {"sinks": True, "window": 5, "bias": True},
     "all": {
@@ -55,16 +57,20 @@ def turned(x, theta, count, interleaved):
     return torch.cat((pairs.flatten(-2), rest), dim=-1)
 
 
-def by_definition(weights, x, *, window=None, scale=None, softcap=None, rotary=0, rotated=D, interleaved=False, **_):
+def by_definition(
+    weights, x, *, window=None, scale=None, softcap=None, rotary=0, rotated=D, interleaved=False, **options
+):
     """[batch, length, hidden] in fp64 of x [batch, length, hidden]."""
-    w = {name: weight.double() for name, weight in weights.items()}
+    w, unrotated = {name: weight.double() for name, weight in weights.items()}, options.get("unrotated")
     q, k, v = (
         F.linear(x.double(), w[f"{name}.weight"], w.get(f"{name}.bias")).unflatten(-1, (-1, D))
         for name in ("q_proj", "k_proj", "v_proj")
     )
+    steps = [lambda part, name: turned(part, THETAS[rotary], rotated, interleaved)]
     if "q_norm.weight" in w:
-        q, k = (F.rms_norm(part, (D,), w[f"{name}.weight"], EPS) for part, name in ((q, "q_norm"), (k, "k_norm")))
-    q, k = (turned(part, THETAS[rotary], rotated, interleaved) for part in (q, k))
+        steps.insert(0 if unrotated is None else 1, lambda part, name: F.rms_norm(part, (D,), w[f"{name}.weight"], EPS))
+    for step in steps:
+        q, k = step(q, "q_norm"), step(k, "k_norm")
     k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=2) for part in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (D**-0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)

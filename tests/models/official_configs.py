@@ -644,6 +644,23 @@ CONFIGS = {
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
+    # Of the prompts' model of HunyuanImage 2.1, with the sizes of Hunyuan-7B-Instruct.
+    "HunyuanImage-2.1-reprompt": {
+        "add_classification_head": False, "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.1, "attention_head_dim": 128, "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0,
+        "dense_list": [4096, 0], "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "initializer_range": 0.02, "intermediate_size": 14336,
+        "mask_init_id": 12, "max_position_embeddings": 32768, "mlp_bias": False, "model_type": "hunyuan_v1_dense",
+        "norm_type": "rms", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "org_vocab_size": 128167, "pad_id": 127961, "pad_token_id": 127961, "pool_type": "last", "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sep_token_id": 127962, "text_end_id": 7, "text_start_id": 6,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.55.0.dev0", "use_cache": False,
+        "use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True, "vocab_size": 128167,
+        "rope_scaling": {
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+    },
     "dots.llm1.inst": COMMON | {
         "attention_bias": False, "eos_token_id": 151649, "first_k_dense_replace": 1, "hidden_size": 4096,
         "intermediate_size": 10944, "max_position_embeddings": 32768, "model_type": "dots1", "moe_intermediate_size": 1408,

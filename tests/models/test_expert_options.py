@@ -18,6 +18,7 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 8,
 }  # fmt: skip
 ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+HUNYUAN = {"num_experts": 8, "moe_topk": 2}
 NO_LIMIT = {"max_window_layers": None, "n_shared_experts": 2, "num_key_value_heads": 8}
 EXAONE = {
     "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
@@ -98,6 +99,11 @@ def check_experts(experts, block):
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0 is not a positive integer"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; weft runs GLM-4.5 with 'sigmoid'"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("hunyuan_v1_moe", HUNYUAN | {"moe_topk": [2, 2, 2, 2, 1]}, r"moe_topk=.* is not one value for each of num_hidden_la"),
+        ("hunyuan_v1_moe", HUNYUAN | {"moe_topk": [2] * 4}, r"moe_topk=\[2, 2, 2, 2\] is not one value for each of num_hidden"),
+        ("hunyuan_v1_moe", HUNYUAN | {"moe_topk": 9}, "moe_topk=9 is not an integer in 1 .. 8"),
+        ("hunyuan_v1_moe", HUNYUAN | {"moe_intermediate_size": [16] * 5}, "moe_intermediate_size=16 is not supported; weft ru"),
+        ("hunyuan_v1_moe", HUNYUAN | {"num_shared_expert": 2}, "num_shared_expert=2 is not supported; weft runs Hunyuan-MoE"),
         ("dots1", ROUTED | NO_LIMIT, "max_window_layers=None is not an integer of at least 0"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 is not a positive number"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 5}, r"layer_types\[0\]='linear_attention' is not supported"),

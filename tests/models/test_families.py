@@ -74,6 +74,7 @@ SAMPLE = [
     ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
+    ("hunyuan", 2, "gemm_ar"), ("hunyuan-plain", 4, "ag_rs"), ("hunyuan-moe", 3, "ag_rs"), ("hunyuan-moe", 4, "gemm_ar"),
     ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
 ]  # fmt: skip
 
@@ -143,6 +144,7 @@ ONE_LAYER = {
     "dots1": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "max_window_layers": 0},
     **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
     "exaone4-no-window": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    "hunyuan-moe": {"num_hidden_layers": 1, "moe_topk": [3]},
     "glm4-moe-lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
@@ -154,6 +156,7 @@ KERNELS_SAMPLE = [
     ("granite", 2, "gemm_ar", True), ("exaone4", 2, "ag_rs", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
+    ("hunyuan", 2, "ag_rs", True), ("hunyuan-plain", 2, "gemm_ar", True),
 ]  # fmt: skip
 KERNELS = [
     (name, world_size, mode, fused)
@@ -487,6 +490,11 @@ def biases_of_every_slice(model):
         bias.copy_(sum(model.team.exchange(bias)))
 
 
+def norms_before_rotary(model):
+    for layer in model.layers:
+        layer.self_attn.unrotated = None
+
+
 ROUTED_MISTAKES = (
     shared_expert_forgotten,
     with_gating(scale=1.0),
@@ -583,6 +591,8 @@ MUTANTS = [
     *(("ernie4.5-moe", mistake) for mistake in ERNIE_MISTAKES),
     *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
+    *(("hunyuan", mistake) for mistake in (norms_before_rotary, no_scaling, no_bias_of_o)),
+    *(("hunyuan-moe", mistake) for mistake in (norms_before_rotary, shared_expert_forgotten, neighbours_weights)),
 ]  # fmt: skip
 
 

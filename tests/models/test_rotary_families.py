@@ -25,6 +25,9 @@ LONG = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0,
 }  # fmt: skip
+ALPHA = {
+    "type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -45,6 +48,9 @@ TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
         ("Ministral3", {}),
         ("Ministral3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
         ("Ministral3", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 1.0}}),
+        ("HunYuanDenseV1", {"num_key_value_heads": 4, "head_dim": 32}),
+        ("HunYuanDenseV1", {"head_dim": 16, "attention_bias": True, "rope_scaling": ALPHA}),
+        ("HunYuanDenseV1", {"head_dim": 16, "rope_scaling": {"type": "linear", "factor": 4.0}}),
         ("Glm4", {}),
         ("Glm4", {"partial_rotary_factor": 0.25, "attention_bias": False, "head_dim": 32}),
     ],
@@ -142,6 +148,28 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
             "exaone_moe",
             {"num_key_value_heads": 8, "first_k_dense_replace": 3, "first_last_k_dense_replace": 1},
             "first_last_k_dense_replace=1 does not agree with .*: by them it would be 3",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling: type='dynamic' is not supported",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": ALPHA | {"alpha": "2"}},
+            "alpha='2' is not a number from 0.000001 to 1000000",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": ALPHA | {"gamma": 1}},
+            "rope_scaling: gamma=1 is a key that weft does not know",
+        ),
+        ("llama", {"rope_scaling": ALPHA}, "rope_scaling: type='dynamic' is not supported"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported; weft runs Hunyuan with False"),
+        (
+            "hunyuan_v1_dense",
+            {"attention_head_dim": 64, "head_dim": 128},
+            "attention_head_dim=64 does not agree with head_dim=128, which weft reads",
         ),
         ("minimax_m2", {"rotary_dim": 129}, "rotary_dim=129 is not an integer in 1 .. 128"),
         ("minimax_m2", {"rotary_dim": 64, "head_dim": "128"}, "head_dim='128' is not a positive integer"),

@@ -18,7 +18,8 @@ from weft.parallel.tensors import AttentionWeights
 H200 = named("h200").limits
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE = 32, 4, 2, 16, 16
-ANGLES = rotary_angles(64, D, 50.0, torch.device("cpu"))
+# The second table turns nothing.
+ANGLES = tuple(rotary_angles(64, D, theta, torch.device("cpu")) for theta in (50.0, None))
 NORMS = {"q_norm": torch.linspace(0.5, 2, D), "k_norm": torch.linspace(2, 1, D)}
 NO_NORMS = {"q_norm": None, "k_norm": None}
 BIAS = {"bias": torch.linspace(-1, 1, (HEADS + 2 * KV_HEADS) * D)}
@@ -35,6 +36,8 @@ OPTIONS = {
     "sinks": NO_NORMS | {"sinks": torch.linspace(-2, 3, HEADS)},
     "sinks in a window": NORMS | {"window": 11, "sinks": torch.linspace(-2, 3, HEADS), "softcap": 1.5},
     "gates": NORMS | {"gated": True},
+    "norms after": NORMS | {"unrotated": 1},
+    "norms after, bias": NORMS | BIAS | {"unrotated": 1, "window": 11},
     "all": NORMS | BIAS | {"window": 11, "scale": 0.4},
 }
 # Prompts of two sequences: their (before, length), call by call.

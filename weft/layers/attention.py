@@ -40,6 +40,8 @@ class TPAttention(nn.Module):
     """y = softmax(rope(norm(q)) @ rope(norm(k)).T * scale) @ v @ o.T + o_bias, q, k, v = x @ qkv.T + bias
 
     qk_norm  False: no norms of q and k
+    unrotated  norms of each head of q and k come after the rotary embedding: number of the step's table of angles of 0
+    norm_names  of these norms in a checkpoint
     norm_all_heads  norms of q and k over all heads at once, in place of each head
     one_plus_norms  weights of these norms are w of 1 + w in a checkpoint (weft.layers.norm)
     bias, output_bias  False: no bias
@@ -76,6 +78,8 @@ class TPAttention(nn.Module):
         mode: Mode,
         dtype: torch.dtype,
         qk_norm: bool = True,
+        unrotated: int | None = None,
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         norm_all_heads: bool = False,
         one_plus_norms: bool = False,
         bias: bool = False,
@@ -125,9 +129,14 @@ class TPAttention(nn.Module):
         of_o = {"bias": output_bias, "formats": formats}
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, **of_o, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
+        self.unrotated, self.norm_names = unrotated, norm_names
         if gated and (bias or norm_all_heads):
             raise ValueError(
                 "gated attention with biases or norms over all heads: weft does not run it; leave these out"
+            )
+        if unrotated is not None and (gated or norm_all_heads):
+            raise ValueError(
+                "norms after the rotary embedding with gates or over all heads: weft does not run it; leave these out"
             )
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
         if self.order is not None and not gated:
@@ -162,7 +171,8 @@ class TPAttention(nn.Module):
         if self.sinks is not None:
             first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
             shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)
-        return shards
+        named = {f"{norm}.weight": f"{name}.weight" for norm, name in zip(norms, self.norm_names, strict=True)}
+        return {named.get(name, name): shard for name, shard in shards.items()}
 
     def _orders(self) -> dict[str, torch.Tensor]:
         """Order of rows by matrix or norm, where a checkpoint has another one."""
@@ -187,7 +197,7 @@ class TPAttention(nn.Module):
         return AttentionWeights(
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
-            self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads, self.gated,
+            self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads, self.gated, self.unrotated,
             self.qkv_proj.lora, self.o_proj.lora,
         )  # fmt: skip
 

@@ -68,7 +68,7 @@ class Checkpoint:
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none.
 
-        Without both those that transformers' class of the family assumes.
+        Without both, the ids that transformers' class of the family assumes.
         """
         name, value, assumed = "generation_config.json", None, None
         if (self.directory / name).exists():

@@ -25,7 +25,7 @@ from weft.models.family import (
 from weft.models.hub import find_checkpoint
 from weft.models.multimodal import check_architecture, text_config
 from weft.models.quantization import Quantization, modelopt_file
-from weft.parallel.rotary import Rotary
+from weft.parallel.rotary import NtkAlpha, Rotary
 from weft.parallel.step_plan import Mode, mode_named
 from weft.runtime.logs import logger_of
 
@@ -77,6 +77,7 @@ WITHOUT_EFFECT = {
         "bos_token_id",
         "cls_token_id",
         "decoder_start_token_id",
+        "eod_token_id",
         "mask_token_id",
         "pad_token_id",
         "sep_token_id",
@@ -127,6 +128,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mtp_use_dedicated_embeddings": (False, None),
 }
 
+# Keys of rope_parameters that do not count beside alpha (Family.ntk_alpha).
+BESIDE_ALPHA = {"rope_type", "type", "alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+
 # Largest models on virtual ranks, whose kernels are interpreted: SmolLM2 of 0.135 billion parameters takes half a minute of CPU
 # time for three tokens on one rank. Mode "reference" computes with torch's operations alone: 4 of its tokens a second.
 SIMULATED_PARAMETERS = 200_000_000
@@ -176,7 +180,9 @@ class DecoderConfig:
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
         """The different rotary embeddings of the layers."""
-        return tuple(dict.fromkeys(map(self.rotary_of, range(self.num_hidden_layers))))
+        of_layers = map(self.rotary_of, range(self.num_hidden_layers))
+        # Where norms come after the rotary embedding, kernels norm without turning.
+        return tuple(dict.fromkeys((*of_layers, None) if self.attention.norm_after_rotary else of_layers))
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
@@ -407,6 +413,9 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         }
     if given.get("rope_type", given.get("type")) == "longrope":
         given = _long_rope(given, content)
+    alpha = None
+    if family.ntk_alpha and given.get("rope_type", given.get("type")) == "dynamic" and given.get("alpha"):
+        alpha, given = given["alpha"], {key: value for key, value in given.items() if key not in BESIDE_ALPHA}
     # Keys of rope_parameters, too, may change nothing; Ministral 3's repeat the key of the whole.
     unread = {*family.without_effect, "max_position_embeddings"}
     given = {key: value for key, value in given.items() if key not in unread}
@@ -416,6 +425,8 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         common["partial_rotary_factor"] = _partial(family, content)
     try:
         rotary = Rotary.of({**common, **given}, name, partly=partly)
+        if alpha is not None:
+            rotary = replace(rotary, scaling=NtkAlpha(alpha=alpha))
         if of_windows is None:
             return rotary, None
         return rotary, Rotary.of({**common, **of_windows}, "rope_parameters of sliding_attention", partly=partly)

@@ -583,6 +583,8 @@ def _attention(
         rms_norm_eps=config.rms_norm_eps,
         inputs=config.attention.inputs,
         qk_norm=config.attention.qk_norm,
+        unrotated=config.rotaries.index(None) if config.attention.norm_after_rotary else None,
+        norm_names=config.family.weights.head_norms,
         norm_all_heads=config.attention.norm_all_heads,
         one_plus_norms=config.block.one_plus_norms,
         bias=config.attention.bias,

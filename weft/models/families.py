@@ -25,6 +25,7 @@ from weft.models.glm4_moe_lite import GLM4_MOE_LITE
 from weft.models.gpt_oss import GPT_OSS
 from weft.models.granite import GRANITE
 from weft.models.granitemoe import GRANITEMOE
+from weft.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from weft.models.llama import LLAMA
 from weft.models.minimax_m2 import MINIMAX_M2
 from weft.models.ministral3 import MINISTRAL3
@@ -52,6 +53,7 @@ FAMILIES = {
         *(SMOLLM3, PHI3, GLM4, ERNIE4_5, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_TEXT),
         *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
+        *(HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE),
     )
 }
 """model_type -> the tables of its family."""

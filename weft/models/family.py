@@ -19,6 +19,7 @@ class AttentionOptions:
     """Options of a model's attention.
 
     qk_norm  RMSNorm of each head of q and k before the rotary embedding
+    norm_after_rotary  these norms come after it
     norm_all_heads  q_norm and k_norm are norms of whole rows of q and k, of all heads at once
     bias     of q_proj, k_proj and v_proj
     output_bias  of o_proj
@@ -34,6 +35,7 @@ class AttentionOptions:
     """
 
     qk_norm: bool = False
+    norm_after_rotary: bool = False
     norm_all_heads: bool = False
     bias: bool = False
     output_bias: bool = False
@@ -157,7 +159,7 @@ class StackedExperts:
 class WeightNames:
     """Prefixes of tensors' names in a checkpoint: the model's parts, and a layer's within it.
 
-    Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
+    Attention and MLP have q_proj, k_proj, v_proj, o_proj, `head_norms`, gate_proj, up_proj and down_proj below theirs, a
     mixture of experts `router`, `router_bias` (a tensor), `shared_expert` and experts.E, with `projections` for gate, up and
     down below that. A checkpoint may have `stacked` tensors in place of experts.E. Norms of rows that attention and MLP give
     count in a model that has such norms only (``BlockOptions``).
@@ -176,6 +178,7 @@ class WeightNames:
     layers: str = "model.layers"
     input_norm: str = "input_layernorm"
     attention: str = "self_attn"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     linear_attention: str = "linear_attn"
     post_norm: str = "post_attention_layernorm"
     attention_out_norm: str = "post_attention_layernorm"
@@ -242,6 +245,7 @@ class Family:
     attention     options in a config.json. CheckpointError for values that weft does not run
     window_rope   rope_parameters of layers with a window, where they are other ones than of the rest; None: they are not.
                   Where it gives some, rope_parameters of the rest may stand under "full_attention"
+    ntk_alpha     rope_type "dynamic" with an alpha is ``NtkAlpha``; without one, and in other families, it is refused
     block         options of the rest of a layer and of both ends, with the same errors
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
     longest       most positions that weft computes as transformers does, with the same errors; None: all
@@ -260,6 +264,7 @@ class Family:
     null_head_dim: bool = False
     attention: Callable[[Content], AttentionOptions] = plain_attention
     window_rope: Callable[[Content], Content | None] = same_rope
+    ntk_alpha: bool = False
     block: Callable[[Content], BlockOptions] = plain_block
     experts: Callable[[Content], ExpertOptions | None] = no_experts
     longest: Callable[[Content], int | None] = no_limit

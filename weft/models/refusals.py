@@ -17,7 +17,6 @@ REASONS = {
     ),
     "layers of short convolutions": ("lfm2", "lfm2_moe"),
     "layers of Kimi delta attention": ("kimi_linear", "kimi_k3"),
-    "norms of q and k after a rotary embedding whose base alpha scales": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
     "embeddings of each layer": ("gemma3n", "gemma3n_text"),
     "heads of two sizes, and values that are keys": ("gemma4", "gemma4_text"),
     "layers of different sizes": ("nemotron-nas",),

@@ -104,6 +104,8 @@ def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, 
     """
     if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated or w.norm_all_heads:  # their columns go to several kernels
         return True
+    if w.unrotated is not None:
+        return True
     # Beside a norm in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
     if w.q_norm is not None and w.q_norm.dtype == torch.float32 != dtype:
         return True
@@ -124,7 +126,7 @@ def attend(
     several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
     Gated attention of one new token of a sequence is the same launches, unless the cache is spread; otherwise one more, which
-    multiplies rows of 16 bits by the gates.
+    multiplies rows of 16 bits by the gates. Norms after the rotary embedding are two launches more, one with biases.
 
     cache  as for weft.parallel.plain
     """
@@ -137,6 +139,8 @@ def attend(
     projected, gate = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv), None
     if w.gated:
         projected, gate = without_gates(projected, w)
+    if w.unrotated is not None:
+        projected, w = _turned(projected, w, step, cache)
     scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     if step.by_cudnn(w) or (step.is_prefill and step.spread is not None):
         way = _attend_with_keys
@@ -169,6 +173,22 @@ def _delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, ke
 
 
 Scales = dict[str, Tensor]
+
+
+def _turned(
+    projected: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]
+) -> tuple[Tensor, AttentionWeights]:
+    """(projection with its bias, q and k turned; weights with which kernels norm heads and turn nothing).
+
+    Kernels norm heads before they turn them: here one turns them without a norm, and the next norms without turning. Keys that
+    this one writes into the cache are written again, with their norms, before anything reads them. Without a bias one of zeros
+    is added, so that values come with the heads.
+    """
+    bias = projected.new_zeros(projected.shape[1]) if w.bias is None else w.bias
+    scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+    places = table_of(step.angles, w.rotary), step.positions, step.slots, *cache[:2]
+    heads = ops.qk_norm_rope(projected, None, None, w.eps, *places, with_keys=True, bias=bias, **scales)
+    return heads.flatten(1), w._replace(bias=None, rotary=w.unrotated, unrotated=None)
 
 
 def _scores(w: AttentionWeights) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: St
         )
     if w.norm_all_heads:
         raise ValueError("mode='invariant': norms over the heads of all ranks have no invariant design")
+    if w.unrotated is not None:
+        raise ValueError("mode='invariant': norms after the rotary embedding have no invariant design")
     return ops.matmul(x, w.qkv, invariant=True)
 
 

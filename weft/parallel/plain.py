@@ -132,9 +132,9 @@ def attend(
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
     angles = table_of(step.angles, w.rotary)[step.positions]
     page, offset = step.cells
-    k = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
+    k = normed_and_turned(k, w.k_norm, w, partial(apply_rotary, angles=angles))
     keys[page, :, offset], values[page, :, offset] = as_cached(k, k_scale), as_cached(v, v_scale)
-    q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
+    q = normed_and_turned(q, w.q_norm, w, partial(apply_rotary, angles=angles))
     if spread is not None:
         k, v = (x[:, spread.heads(w)] for x in (k, v))
     if spread is not None and step.is_prefill:
@@ -162,7 +162,8 @@ def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Te
     qkv = qkv if w.bias is None else qkv + w.bias
     q, k, v = qkv.view(step.tokens, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=1)
     angles = table_of(step.angles, w.rotary).expand(step.batch, -1, -1).flatten(0, 1)
-    q, k = (apply_rotary(norm_of_heads(x, norm, w.eps), angles) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
+    rotate = partial(apply_rotary, angles=angles)
+    q, k = (normed_and_turned(x, norm, w, rotate) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
     q, k, v = (x.unflatten(0, (step.batch, step.length)).transpose(1, 2) for x in (q, k, v))
     attended = attend_causally(q, k, v, w.scores) if step.attend is None else step.attend(q, k, v)
     if step.shards > 1:
@@ -218,6 +219,15 @@ def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:
 def norm_of_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of each head of x [T, heads, head_dim]; x itself without a weight."""
     return x if weight is None else rms_norm(x, NormWeights(weight, eps))
+
+
+def normed_and_turned(
+    x: Tensor, norm: Tensor | None, w: AttentionWeights, rotate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Heads of queries or keys after their norm and the rotary embedding, in the order of ``w``."""
+    if w.unrotated is not None:
+        return norm_of_heads(rotate(x), norm, w.eps)
+    return rotate(norm_of_heads(x, norm, w.eps))
 
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:

@@ -140,9 +140,25 @@ class LongRope:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NtkAlpha:
+    """NTK-aware scaling by a fixed `alpha`, which stretches the base: "dynamic" in Hunyuan's files."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
+        if (head_dim := 2 * len(powers)) == 2:
+            raise ValueError("alpha of a rotary embedding of 2 elements, which have no base to stretch; leave it out")
+        base = theta * self.alpha ** (head_dim / (head_dim - 2))
+        return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=powers.device) / head_dim)), 1.0
+
+
 Angles = Tensor | tuple[Tensor, ...]
 """Table of ``rotary_angles``, or tables by kind of layer."""
-Scaling = Linear | Llama3 | Yarn | LongRope
+Scaling = Linear | Llama3 | Yarn | LongRope | NtkAlpha
 SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope}
 """rope_type -> its parameters."""
 

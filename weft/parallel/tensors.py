@@ -131,6 +131,7 @@ class AttentionWeights(NamedTuple):
     """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim].
 
     q_norm, k_norm  [head_dim], the RMSNorms of each head before the rotary embedding; None: there are none
+    unrotated       these norms come after the rotary embedding: number of the step's table of angles that turns nothing
     norm_all_heads  q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are this rank's part of RMSNorms over all heads
                     of all ranks
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
@@ -158,6 +159,7 @@ class AttentionWeights(NamedTuple):
     sinks: Tensor | None = None
     norm_all_heads: bool = False
     gated: bool = False
+    unrotated: int | None = None
     qkv_lora: Lora | None = None
     o_lora: Lora | None = None
 

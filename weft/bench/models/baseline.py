@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from weft.kernels.fp8 import Fp8
 from weft.parallel import plain
-from weft.parallel.plain import norm_of_heads
+from weft.parallel.plain import normed_and_turned
 from weft.parallel.quantized import operands
 from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.rotary import rotary_angles
@@ -210,9 +211,9 @@ def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> 
     windowed = None if w.window is None else at.windowed
     qkv = qkv if w.bias is None else qkv + w.bias
     q, k, v = qkv.view(at.batch, at.new, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=2)
-    q, k = (
-        rotate(norm_of_heads(x, norm, w.eps), *at.rotations[w.rotary]) for x, norm in ((q, w.q_norm), (k, w.k_norm))
-    )
+    cos, sin = at.rotations[w.rotary]
+    turn = partial(rotate, cos=cos, sin=sin)
+    q, k = (normed_and_turned(x, norm, w, turn) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
     if at.rows is None:
         keys[:, :, : at.new] = k.transpose(1, 2)
         values[:, :, : at.new] = v.transpose(1, 2)

@@ -218,6 +218,8 @@ FAMILIES = {
         "routed_scaling_factor": 2.5,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "arcee": {"family": "Arcee", "rope_parameters": YARN},
+    "apertus": {"family": "Apertus", "initializer_range": 0.2, "rope_parameters": LLAMA3},
     "hunyuan": {
         "family": "HunYuanDenseV1",
         "attention_bias": True,

@@ -269,6 +269,8 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "ministral3-3",
             "glm4-moe-lite-2",
             "hunyuan-2",
+            "arcee-3",
+            "apertus-4",
             "hunyuan-moe-3",
         ),
         "test_logits_and_64_greedy_tokens_are_those_of_transformers": ("qwen3-next",),

@@ -80,6 +80,40 @@ def test_an_mlp_of_many_tokens_takes_them_as_they_arrive(config, fused, world_si
     torch.testing.assert_close(joined(weft.simulate(main, world_size), mode, 24), whole(x), rtol=1e-4, atol=1e-5)
 
 
+def ungated(team, mode, activation, tensors):
+    mlp = TPMLP(hidden_size=32, intermediate_size=64, team=team, mode=mode, dtype=torch.float32, activation=activation)
+    for name, shard in mlp.shards().items():
+        shard.copy_from(tensors[name])
+    return mlp.requires_grad_()
+
+
+def test_an_mlp_without_a_gate_and_its_gradients_are_the_whole_one():
+    generator = torch.Generator().manual_seed(0)
+    up, down, x = (
+        torch.randn(shape, generator=generator, requires_grad=True) for shape in ((64, 32), (32, 64), (8, 32))
+    )
+    y = (x @ up.T).relu().square() @ down.T
+    y.square().sum().backward()
+
+    def main(team):
+        mlp = ungated(team, "replicated", "relu2", {"up_proj.weight": up.detach(), "down_proj.weight": down.detach()})
+        found = mlp(x.detach())
+        (found.square().sum() / team.size).backward()
+        return found.detach(), mlp.gate_up_proj.weight.grad, mlp.down_proj.weight.grad
+
+    results = weft.simulate(main, 2)
+    found, of_up, of_down = zip(*results, strict=True)
+    for ours, theirs in ((found[0], y), (torch.cat(of_up), up.grad), (torch.cat(of_down, dim=1), down.grad)):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-3)
+
+
+def test_xielu_has_no_gradients():
+    tensors = {"up_proj.weight": torch.ones(64, 32), "down_proj.weight": torch.ones(32, 64)}
+    tensors |= {f"act_fn.{name}": torch.tensor([0.5]) for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    with pytest.raises(RuntimeError, match="activation='xielu' has no gradients; use torch.no_grad"):
+        weft.simulate(lambda team: ungated(team, "replicated", "xielu", tensors)(torch.ones(1, 32)), 1)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_attention_over_ranks_is_the_whole_attention(config, mode, world_size):

@@ -644,6 +644,17 @@ CONFIGS = {
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
+    "Apertus-8B-Instruct-2509": COMMON | {
+        "architectures": ["ApertusForCausalLM"], "bos_token_id": 1, "eos_token_id": 68, "hidden_act": "xielu",
+        "hidden_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 21504, "max_position_embeddings": 65536,
+        "mlp_bias": False, "model_type": "apertus", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pad_token_id": 3, "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-05,
+        "rope_theta": 12000000, "tie_word_embeddings": False, "vocab_size": 131072,
+        "rope_scaling": {
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3", "type": "llama3",
+        },
+    },
     # Of the prompts' model of HunyuanImage 2.1, with the sizes of Hunyuan-7B-Instruct.
     "HunyuanImage-2.1-reprompt": {
         "add_classification_head": False, "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False,

@@ -22,6 +22,10 @@ BY_TYPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
 }
+# By transformers' class.
+ACTIVATIONS = {
+    "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "ReLUSquaredActivation": "relu2", "XIELUActivation": "xielu",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,10 @@ BY_TYPE = {
         ("gemma3_text", {"layer_types": TYPES, "query_pre_attn_scalar": 168, "final_logit_softcapping": 20.0}),
         ("gemma3_text", {"rope_theta": 70.0, "rope_local_base_freq": 30.0, "rope_scaling": LINEAR}),
         ("gemma3_text", {"rope_parameters": BY_TYPE, "sliding_window": 7}),
+        *((name, {"num_key_value_heads": 4}) for name in ("arcee", "apertus")),
+        ("arcee", {"rope_theta": 70.0, "rope_scaling": LINEAR, "tie_word_embeddings": True}),
+        ("apertus", {"rope_theta": 5e5, "rope_scaling": None}),
+        ("apertus", {"rope_theta": 70.0, "rope_scaling": LINEAR}),
         ("gemma3_text", {"sliding_window_pattern": 4, "attn_logit_softcapping": 50.0}),
     ],
     ids=str,
@@ -86,7 +94,8 @@ def check_layer(config, index, layer):
         assert not there or hasattr(layer, getattr(names, name)), name
     norms = [name for name, _ in layer.named_children() if name.endswith("layernorm")]
     assert len(norms) == 2 * (block.norms_before + block.norms_after)
-    assert block.activation == {"SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}[type(layer.mlp.act_fn).__name__]
+    assert block.activation == ACTIVATIONS[type(layer.mlp.act_fn).__name__]
+    assert block.gated == hasattr(layer.mlp, "gate_proj")
     assert (block.residual_scale or 1.0) == getattr(layer, "residual_multiplier", 1.0)
 
 
@@ -106,6 +115,8 @@ def assert_rotary(found, rotary, theirs, index):
         ("granite", {"attention_multiplier": "1"}, "attention_multiplier='1' is not a positive number"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is a key that weft does not know"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act='silu' is not supported; weft runs Arcee with 'relu2'"),
+        ("apertus", {"qk_norm": False}, "qk_norm=False is not supported; weft runs Apertus with True"),
         ("olmo3", {"sliding_window": None}, r"layer_types\[0\]='sliding_attention' has no window"),
         ("olmo3", {"layer_types": ["full_attention"]}, "is not a list of num_hidden_layers=13"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),

@@ -74,6 +74,7 @@ SAMPLE = [
     ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
+    ("arcee", 2, "gemm_ar"), ("arcee", 3, "ag_rs"), ("apertus", 4, "gemm_ar"), ("apertus", 3, "ag_rs"),
     ("hunyuan", 2, "gemm_ar"), ("hunyuan-plain", 4, "ag_rs"), ("hunyuan-moe", 3, "ag_rs"), ("hunyuan-moe", 4, "gemm_ar"),
     ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
 ]  # fmt: skip
@@ -156,6 +157,7 @@ KERNELS_SAMPLE = [
     ("granite", 2, "gemm_ar", True), ("exaone4", 2, "ag_rs", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
+    ("arcee", 2, "ag_rs", True), ("apertus", 2, "gemm_ar", True),
     ("hunyuan", 2, "ag_rs", True), ("hunyuan-plain", 2, "gemm_ar", True),
 ]  # fmt: skip
 KERNELS = [
@@ -490,6 +492,18 @@ def biases_of_every_slice(model):
         bias.copy_(sum(model.team.exchange(bias)))
 
 
+def xielu_in_place_of_relu2(model):
+    numbers = {"alpha_p": 0.5, "alpha_n": 0.5, "beta": 0.5, "eps": -1e-6}
+    for layer in model.layers:
+        layer.mlp.activation = "xielu"
+        layer.mlp.act_fn.update({name: torch.tensor(number) for name, number in numbers.items()})
+
+
+def alphas_swapped(model):
+    for layer in model.layers:
+        swapped(*(layer.mlp.act_fn[name].data for name in ("alpha_p", "alpha_n")))
+
+
 def norms_before_rotary(model):
     for layer in model.layers:
         layer.self_attn.unrotated = None
@@ -591,6 +605,8 @@ MUTANTS = [
     *(("ernie4.5-moe", mistake) for mistake in ERNIE_MISTAKES),
     *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
+    ("arcee", xielu_in_place_of_relu2),
+    ("apertus", alphas_swapped),
     *(("hunyuan", mistake) for mistake in (norms_before_rotary, no_scaling, no_bias_of_o)),
     *(("hunyuan-moe", mistake) for mistake in (norms_before_rotary, shared_expert_forgotten, neighbours_weights)),
 ]  # fmt: skip

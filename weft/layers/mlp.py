@@ -1,4 +1,4 @@
-"""The gated MLP of Qwen, Llama and Mistral, its intermediate features split over the ranks."""
+"""MLPs with a gate or without, their intermediate features split over the ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from torch.nn import functional as F
 from weft.arguments import check_choice
 from weft.layers.gradients import plan_for, replicated_plan, with_gradients
 from weft.layers.same_bits import with_backward
-from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
+from weft.parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Rows,
+    check_layer,
+    check_rows,
+    empty_parameter,
+)
 from weft.parallel.modes import Mode, mode_named
-from weft.parallel.plain import ACTIVATIONS
+from weft.parallel.plain import ACTIVATIONS, UNGATED
 from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
-from weft.parallel.sharding import Shard, fill_from_module
+from weft.parallel.sharding import Shard, VectorShard, fill_from_module, under
 from weft.parallel.tensors import MLPWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+XIELU = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""Tensor of ``xielu`` → its shape in a checkpoint."""
+
 
 class TPMLP(nn.Module):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    activation: in place of silu, a key of ``ACTIVATIONS`` in weft.parallel.plain.
+    activation: in place of silu, a key of ``ACTIVATIONS`` in weft.parallel.plain. With a key of ``UNGATED`` there is no gate:
+    y = activation(x @ up.T) @ down.T. "xielu" has four further tensors below `act_fn`, and no gradients: RuntimeError.
     x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
     as every other rank's. ValueError where W does not divide `intermediate_size`.
     formats: of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError.
@@ -48,13 +59,18 @@ class TPMLP(nn.Module):
         activation: str = "silu",
     ) -> None:
         super().__init__()
-        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("activation", activation, (*ACTIVATIONS, *UNGATED))
         check_layer(team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.team, self.mode, self.activation = team, mode_named(mode), activation
         rows = Rows.even("intermediate_size", intermediate_size, team)
         options = {"team": team, "dtype": dtype, "formats": formats}
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": rows, "up_proj": rows}, **options)
+        parts = {"up_proj": rows} if activation in UNGATED else {"gate_proj": rows, "up_proj": rows}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, **options)
         self.down_proj = RowParallelLinear("down_proj", intermediate_size, hidden_size, **options)
+        shapes = XIELU if activation == "xielu" else {}
+        self.act_fn = nn.ParameterDict(
+            {name: empty_parameter(*shape, team=team, dtype=dtype) for name, shape in shapes.items()}
+        )
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
@@ -77,10 +93,13 @@ class TPMLP(nn.Module):
     @property
     def weights(self) -> MLPWeights:
         gate_up, down = self.gate_up_proj, self.down_proj
-        return MLPWeights(gate_up.matrix, down.matrix, self.activation, gate_up.lora, down.lora)
+        # A ParameterDict has an order of its keys, not of XIELU.
+        further = tuple(self.act_fn[name] for name in XIELU) if self.act_fn else ()
+        return MLPWeights(gate_up.matrix, down.matrix, self.activation, gate_up.lora, down.lora, further)
 
     def shards(self) -> dict[str, Shard]:
-        return self.gate_up_proj.shards() | self.down_proj.shards()
+        of_activation = {name: VectorShard.of(parameter) for name, parameter in self.act_fn.items()}
+        return self.gate_up_proj.shards() | self.down_proj.shards() | under("act_fn", of_activation)
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
         """If the plan's norms add up over the ranks, y is this rank's summand, or split-K partials of it."""
@@ -88,7 +107,10 @@ class TPMLP(nn.Module):
         rows = x.flatten(0, -2)
         if plan is None:
             plan = plan_for(self, x, len(rows) * (self.team.size if self.mode == "sequence_parallel" else 1))
-        if with_gradients(self, x, plan) and plan.mode == "invariant":
+        recorded = with_gradients(self, x, plan)
+        if recorded and self.act_fn:
+            raise RuntimeError(f"TPMLP: activation={self.activation!r} has no gradients; use torch.no_grad()")
+        if recorded and plan.mode == "invariant":
             again = replicated_plan(plan)
             return with_backward(self, x, lambda x: self(x, plan), lambda x: self(x, again))
         y = tensor_of(plan.recipe.mlp(plan.recipe.given(rows), self.weights))

@@ -207,14 +207,15 @@ class DecoderConfig:
         attention, latents = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates), 0
         if (latent := self.attention.latent) is not None:
             attention, latents = 0, len(layers) * latent.parameters(self.hidden_size, self.num_attention_heads)
-        columns = len(layers) * (attention + 3 * self.intermediate_size)
+        mlp = (3 if self.block.gated else 2) * self.intermediate_size
+        columns = len(layers) * (attention + mlp)
         if (linear := self.linear_attention) is not None:
             columns += sum(linear.layers[layer] for layer in layers) * (linear.parameters - attention)
         if self.experts is not None:
             mixtures = sum(self.experts.in_layer(layer) for layer in layers)
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
             of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
-            columns += mixtures * (of_experts - 3 * self.intermediate_size)
+            columns += mixtures * (of_experts - mlp)
         return self._embeddings(layers) + self.hidden_size * columns + latents
 
     def cached_elements(self, ranks: int = 1) -> int:
@@ -406,7 +407,7 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         if content.get(name) is not None and not isinstance(content[name], Mapping):
             raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    given, of_windows = content.get(name) or {}, family.window_rope(content)
+    given, of_windows = content.get(name) or family.defaults.get(name) or {}, family.window_rope(content)
     if of_windows is not None:
         given = given.get("full_attention") or {
             key: value for key, value in given.items() if key != "sliding_attention"

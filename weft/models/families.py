@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.arguments import did_you_mean, listed, quoted
+from weft.models.apertus import APERTUS
+from weft.models.arcee import ARCEE
 from weft.models.deepseek_v2 import DEEPSEEK_V2
 from weft.models.deepseek_v3 import DEEPSEEK_V3
 from weft.models.dots1 import DOTS1
@@ -53,7 +55,7 @@ FAMILIES = {
         *(SMOLLM3, PHI3, GLM4, ERNIE4_5, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_TEXT),
         *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
-        *(HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE),
+        *(HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, ARCEE, APERTUS),
     )
 }
 """model_type -> the tables of its family."""

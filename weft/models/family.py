@@ -65,7 +65,8 @@ class BlockOptions:
 
     norms_before, norms_after  RMSNorms of the rows that attention and MLP take, and of the rows that they give
     one_plus_norms   a checkpoint's weight w of a norm, also of q_norm and k_norm, stands for 1 + w in fp32
-    activation       of the MLP's gate: "silu", or "gelu_tanh", GELU by a hyperbolic tangent
+    activation       of the MLP's gate: "silu", or "gelu_tanh", GELU by a hyperbolic tangent; without a gate a key of
+                     ``UNGATED`` in weft.parallel.plain. gated: False: there is no gate_proj
     residual_scale   factor of the rows that attention and MLP give, before they are added to the residual
     embedding_scale  factor of the embedding; in the dtype of the weights if embedding_scale_rounded
     logits_divisor, logits_softcap  logits / logits_divisor, then logits_softcap * tanh(logits / logits_softcap)
@@ -75,6 +76,7 @@ class BlockOptions:
     norms_after: bool = False
     one_plus_norms: bool = False
     activation: str = "silu"
+    gated: bool = True
     residual_scale: float | None = None
     embedding_scale: float | None = None
     embedding_scale_rounded: bool = False

@@ -20,8 +20,9 @@ REASONS = {
     "embeddings of each layer": ("gemma3n", "gemma3n_text"),
     "heads of two sizes, and values that are keys": ("gemma4", "gemma4_text"),
     "layers of different sizes": ("nemotron-nas",),
-    "an MLP without a gate": ("arcee", "apertus", "nemotron", "nanochat"),
+    "norms without weights": ("nanochat",),
     "layer norms with means": (
+        "nemotron",
         *("cohere", "cohere2", "phi", "phimoe", "starcoder2", "stablelm"),
         *("gpt2", "gpt_neox", "gpt_bigcode", "gptj", "opt", "bloom", "falcon", "mpt"),
     ),

@@ -62,7 +62,7 @@ def attention_summand(
 def mlp_summand(x: Tensor | Fp8, w: MLPWeights, adapters: Tensor | None, local: ModuleType) -> Tensor:
     """This rank's summand of an MLP."""
     gate_up = adapted_matmul(x, w.gate_up, w.gate_up_lora, adapters, local)
-    gated = local.silu_mul(gate_up, w.last_matrix, w.activation)
+    gated = local.activated(gate_up, w)
     return adapted_matmul(gated, w.down, w.down_lora, adapters, local)
 
 

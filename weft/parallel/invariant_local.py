@@ -18,7 +18,7 @@ from weft.kernels.slices import SLICES
 from weft.ops.moe.grouped_matmul import products_of_slices
 from weft.ops.moe.moe_sum import moe_nodes
 from weft.ops.moe.route import LONE_TOKENS
-from weft.parallel.fused import add_norm, embed, output, silu_mul
+from weft.parallel.fused import activated, add_norm, embed, output
 from weft.parallel.invariant_attention import attend
 from weft.parallel.plain import adjusted_logits
 from weft.parallel.quantized import rows_between
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 NAME, FUSED = "invariant", True
-__all__ = ["add_norm", "attend", "embed", "experts", "gated", "logits", "output", "project", "silu_mul"]
+__all__ = ["activated", "add_norm", "attend", "embed", "experts", "gated", "logits", "output", "project"]
 
 
 def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step) -> Tensor:
@@ -50,7 +50,7 @@ def gated(x: Tensor, w: MLPWeights) -> Tensor:
 
     ``ops.matmul_silu_mul`` would save one with weights of 16 bits; no GPU has run its invariant design.
     """
-    return silu_mul(ops.matmul(x, w.gate_up, invariant=True), w.down, w.activation)
+    return activated(ops.matmul(x, w.gate_up, invariant=True), w)
 
 
 def experts(x: Tensor, w: MoEWeights, team: Team) -> tuple[Tensor, Tensor | None]:

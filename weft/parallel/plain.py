@@ -40,7 +40,23 @@ if TYPE_CHECKING:
 
 NAME, FUSED = "unfused", False
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""Name of an activation → torch's operation."""
+"""Name of an activation of a gate → torch's operation."""
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0) ** 2"""
+    return F.relu(x).square()
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU (arXiv 2411.13010), by two trained numbers: alpha_p of positive elements, alpha_n of the rest."""
+    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + beta * x
+
+
+UNGATED: dict[str, Callable[..., Tensor]] = {"relu2": relu2, "xielu": xielu}
+"""Name of an activation of an MLP without a gate, down(activation(up(x))) → torch's operations."""
 
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
@@ -232,11 +248,18 @@ def normed_and_turned(
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), or with another activation."""
-    return silu_mul(linear(x, w.gate_up), activation=w.activation)
+    return activated(linear(x, w.gate_up), w)
 
 
-def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor:
-    """silu(gate) * up, or with another activation, in 16 bits for any ``down``."""
+def activated(projected: Tensor, w: MLPWeights) -> Tensor:
+    """Rows that ``w.down`` takes, of x @ w.gate_up.T, in 16 bits for any form of it."""
+    if w.activation in UNGATED:
+        return UNGATED[w.activation](projected, *w.activation_weights)
+    return silu_mul(projected, w.activation)
+
+
+def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """silu(gate) * up, or with another activation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 

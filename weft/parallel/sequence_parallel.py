@@ -71,7 +71,7 @@ class SequenceParallel(Recipe):
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
         gate_up = ops.all_gather_matmul(*overlapped_operands(x.rows, w.gate_up), self.team, own_first=own_first)
-        gated = self.local.silu_mul(gate_up, w.down, w.activation)
+        gated = self.local.activated(gate_up, w)
         return SequenceShard(
             ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, own_first=own_first)
         )
@@ -94,7 +94,7 @@ class SequenceParallel(Recipe):
         else:
             both = [shared.gate_up, w.router]
             (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
-        gated = self.local.silu_mul(gate_up, shared.down, shared.activation)
+        gated = self.local.activated(gate_up, shared)
         beside = ops.matmul(*gemm_operands(gated, shared.down))
         routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.

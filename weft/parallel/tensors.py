@@ -259,7 +259,9 @@ class MLAWeights(NamedTuple):
 class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N].
 
-    activation  of the gate, a key of ``ACTIVATIONS`` in weft.parallel.plain
+    activation  of the gate, a key of ``ACTIVATIONS`` in weft.parallel.plain; or a key of ``UNGATED``, of an MLP without a gate,
+                whose gate_up is up alone, [N, H]
+    activation_weights  further arguments of an activation of ``UNGATED``
     gate_up_lora, down_lora  adapters of both matrices; None: there are none
     """
 
@@ -268,6 +270,7 @@ class MLPWeights(NamedTuple):
     activation: str = "silu"
     gate_up_lora: Lora | None = None
     down_lora: Lora | None = None
+    activation_weights: tuple[Tensor, ...] = ()
 
     @property
     def last_matrix(self) -> Matrix | None:

@@ -57,10 +57,11 @@ def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
     if (latent := config.attention.latent) is not None:
         o = heads * latent.v_head_dim * hidden
         qkv = latent.parameters(hidden, heads) - o
+    matrices = 1 + config.block.gated
     return {
         "qkv": qkv,
         "o": o,
-        "gate_up": (2 * features // world_size + (0 if experts is None else experts.num_experts)) * hidden,
+        "gate_up": (matrices * features // world_size + (0 if experts is None else experts.num_experts)) * hidden,
         "down": features // world_size * hidden,
         "shared_gate_up": 2 * shared * hidden,
         "shared_down": shared * hidden,

@@ -67,7 +67,7 @@ class Layer(NamedTuple):
     """Sizes of a rank's part of a layer, in most layers of a model.
 
     qkv       columns of the first projections; o: depth of the last
-    features  of a dense MLP; mixture: in its place
+    features  of a dense MLP; mixture: in its place; gated: the MLP has a gate
     variant   of quantized weights, but of experts, as ``predict`` has it: "+block_fp8"
     """
 
@@ -78,6 +78,7 @@ class Layer(NamedTuple):
     mixture: Mixture | None = None
     item: int = 2
     variant: str = ""
+    gated: bool = True
 
     @classmethod
     def dense(cls, hidden: int, world_size: int, item: int = 2) -> Layer:
@@ -137,7 +138,7 @@ class Pass:
     def dense(self, features: int) -> Iterator[Launch]:
         """MLP between its norm and the next."""
         hidden, item, variant = self.layer.hidden, self.layer.item, self.layer.variant
-        few, fp8 = self.tokens <= FEW_ROWS, is_fp8(variant)
+        few, fp8, matrices = self.tokens <= FEW_ROWS, is_fp8(variant), 1 + self.layer.gated
         # In other formats a gather and a GEMM take as long as an AG-GEMM in sequence: plans take them, and turn no rows.
         gathers = self.shards and (few or (fp8 and self.gathers))
         order = f"+{LOCAL_FIRST}" if self.shards and fp8 and not gathers else ""
@@ -145,12 +146,13 @@ class Pass:
             yield Launch("all rows", "all_gather", (self.tokens * hidden * item,))
         if gathers and fp8:
             yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),))
-        if few:
+        if few and self.layer.gated:
             yield Launch("gate, up", f"matmul_silu_mul{variant}", (self.tokens, features, hidden))
         else:
-            whole = Launch("gate, up", f"matmul{variant}", (self.tokens, 2 * features, hidden))
-            yield whole if gathers else self.columns(whole.what, 2 * features, order)
-            yield Launch("silu", "memory", (3 * self.tokens * features * item,))
+            whole = Launch("gate, up", f"matmul{variant}", (self.tokens, matrices * features, hidden))
+            yield whole if gathers else self.columns(whole.what, matrices * features, order)
+            # Without a gate torch's operations, two of ReLU².
+            yield Launch("silu", "memory", ((matrices + 1) * self.tokens * features * item,), 3 - matrices)
         yield self.rows("down", features, order)
 
     def experts(self, of: Mixture) -> Iterator[Launch]:
@@ -243,7 +245,7 @@ def _gathering(tokens: int, layer: Layer, world_size: int, gpu: Gpu) -> tuple[fl
     if is_fp8(layer.variant):
         first, under = (replace(of, gathers=gathers).dense(layer.features) for gathers in (True, False))
         return _sum(first, of, gpu), _sum(under, of, gpu)
-    shape = tokens, 2 * layer.features, layer.hidden
+    shape = tokens, (1 + layer.gated) * layer.features, layer.hidden
     gemm = times_of(f"all_gather_matmul{layer.variant}", shape, layer.item, world_size, gpu)
     if not layer.variant:
         return gemm["sequential"], gemm["pipelined"]

@@ -29,7 +29,8 @@ def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item:
     names = config.family.weights
     last = f"{names.linear_attention}.out_proj" if linear else f"{names.attention}.o_proj"
     variant = _variant(config, [at for at, other in enumerate(kinds) if other == kind], last, item)
-    return Layer(config.hidden_size, qkv, o, cdiv(config.intermediate_size, world_size), mixture, item, variant)
+    features, gated = cdiv(config.intermediate_size, world_size), config.block.gated
+    return Layer(config.hidden_size, qkv, o, features, mixture, item, variant, gated)
 
 
 def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False, item: int = 2) -> Mixture:

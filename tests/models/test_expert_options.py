@@ -40,6 +40,8 @@ EXAONE = {
             ROUTED | NO_LIMIT | {"layer_types": [*["full_attention"] * 4, "sliding_attention"], "sliding_window": 7},
         ),
         ("dots1", ROUTED | NO_LIMIT | {"sliding_window": None}),
+        ("flex_olmo", {"pad_token_id": 0, "num_experts": 12, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+        ("solar_open", ROUTED | {"n_shared_experts": 2, "attention_bias": True}),
         ("exaone_moe", EXAONE | {"first_k_dense_replace": 3, "first_last_k_dense_replace": 3}),
         ("gpt_oss", {"num_local_experts": 12, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 7}),
         ("gpt_oss", {"attention_bias": False, "layer_types": ["full_attention"] * 5, "swiglu_alpha": 1.5}),

@@ -32,8 +32,8 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
         changes |= {"hidden_size": 96} if name.startswith("phi3") else {}
         if "linear_num_key_heads" in FAMILIES[name]:
             changes |= {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
-        if name == "olmoe":
-            changes["hidden_size"] = 96  # of all heads together, in transformers' norms
+        if name in ("olmoe", "flex-olmo", "helium"):
+            changes["hidden_size"] = 96  # of all heads together, in transformers' norms or o_proj
         if name == "qwen3-next":
             changes["initializer_range"] = 0.08  # of 0.1 transformers' own logits are 1.2e-5 from those in fp64
     return make_checkpoint(**FAMILIES[name] | changes)
@@ -74,6 +74,8 @@ SAMPLE = [
     ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
+    ("gemma", 2, "gemm_ar"), ("glm", 4, "ag_rs"), ("helium", 3, "gemm_ar"), ("cwm", 2, "ag_rs"), ("ministral", 4, "gemm_ar"),
+    ("hyperclovax", 3, "ag_rs"), ("flex-olmo", 4, "gemm_ar"), ("solar-open", 2, "ag_rs"),
     ("arcee", 2, "gemm_ar"), ("arcee", 3, "ag_rs"), ("apertus", 4, "gemm_ar"), ("apertus", 3, "ag_rs"),
     ("hunyuan", 2, "gemm_ar"), ("hunyuan-plain", 4, "ag_rs"), ("hunyuan-moe", 3, "ag_rs"), ("hunyuan-moe", 4, "gemm_ar"),
     ("ministral3", 2, "gemm_ar"), ("ministral3", 3, "ag_rs"), ("glm4-moe-lite", 2, "ag_rs"), ("glm4-moe-lite", 3, "gemm_ar"),
@@ -136,7 +138,7 @@ ONE_LAYER = {
     },
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4")
+        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4", "cwm", "ministral")
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
     "ernie4.5-moe": {"num_hidden_layers": 1, "moe_layer_start_index": 0},
@@ -605,6 +607,14 @@ MUTANTS = [
     *(("ernie4.5-moe", mistake) for mistake in ERNIE_MISTAKES),
     *(("minimax-m2", mistake) for mistake in MINIMAX_MISTAKES),
     *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
+    *(("gemma", mistake) for mistake in (without_one, silu_in_place_of_gelu, without("embed_tokens", "scale"))),
+    *(("glm", mistake) for mistake in (whole_heads_rotated, pairs_of_the_checkpoint_kept)),
+    *(("helium", mistake) for mistake in (pairs_of_the_checkpoint_kept, no_bias_of("v"))),
+    *(("cwm", mistake) for mistake in (windows_of_other_layers, no_scaling)),
+    ("ministral", windows_of_other_layers),
+    *(("hyperclovax", mistake) for mistake in (without_norms_after, *(without(*mistake) for mistake in GRANITE_MISTAKES[:3]))),
+    *(("flex-olmo", mistake) for mistake in (norms_of_own_heads, without_norms_after, neighbours_weights)),
+    *(("solar-open", mistake) for mistake in ROUTED_MISTAKES),
     ("arcee", xielu_in_place_of_relu2),
     ("apertus", alphas_swapped),
     *(("hunyuan", mistake) for mistake in (norms_before_rotary, no_scaling, no_bias_of_o)),

@@ -30,7 +30,9 @@ def test_seventy_published_configs_of_all_kinds_are_read():
 def test_a_published_config_means_what_it_means_to_transformers(name):
     transformers = pytest.importorskip("transformers")
     content = RUN[name]
-    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+    # Its package may not be installed.
+    given = {key: value for key, value in copy.deepcopy(content).items() if key != "attn_implementation"}
+    theirs = transformers.AutoConfig.for_model(**given)
     made = DecoderConfig.from_dict(content)
     # A latent stands for all heads.
     heads = () if made.attention.latent else ("num_key_value_heads",)

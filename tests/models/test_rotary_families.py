@@ -48,6 +48,14 @@ TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
         ("Ministral3", {}),
         ("Ministral3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
         ("Ministral3", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 1.0}}),
+        ("Glm", {}),
+        ("Glm", {"partial_rotary_factor": 0.25, "attention_bias": False, "head_dim": 64}),
+        ("Helium", {"num_key_value_heads": 4, "head_dim": 16}),
+        ("Cwm", {}),
+        ("Cwm", {"layer_types": TYPES, "sliding_window": 7, "rope_theta": 70.0}),
+        ("Ministral", {"rope_theta": 70.0, "head_dim": 16}),
+        ("Ministral", {"layer_types": TYPES, "sliding_window": 7, "num_key_value_heads": 4, "head_dim": 16}),
+        ("Ministral", {"sliding_window": None, "head_dim": 16}),
         ("HunYuanDenseV1", {"num_key_value_heads": 4, "head_dim": 32}),
         ("HunYuanDenseV1", {"head_dim": 16, "attention_bias": True, "rope_scaling": ALPHA}),
         ("HunYuanDenseV1", {"head_dim": 16, "rope_scaling": {"type": "linear", "factor": 4.0}}),
@@ -82,7 +90,7 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
         assert config.attention.output_bias == (attention.o_proj.bias is not None)
         projection = getattr(attention, "qkv_proj", None) or attention.q_proj
         assert config.attention.bias == (projection.bias is not None)
-    assert config.attention.interleaved == (name == "Glm4")
+    assert config.attention.interleaved == (name in ("Glm4", "Glm", "Helium"))
 
 
 def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
@@ -164,6 +172,12 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
             {"rope_scaling": ALPHA | {"gamma": 1}},
             "rope_scaling: gamma=1 is a key that weft does not know",
         ),
+        (
+            "helium",
+            {"num_key_value_heads": 4},
+            "num_attention_heads \\* head_dim = 1024 is not hidden_size=128; Helium's o_proj",
+        ),
+        ("cwm", {"sliding_window": None}, r"layer_types\[1\]='sliding_attention' has no window"),
         ("llama", {"rope_scaling": ALPHA}, "rope_scaling: type='dynamic' is not supported"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported; weft runs Hunyuan with False"),
         (

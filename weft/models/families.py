@@ -11,6 +11,7 @@ from typing import Any
 from weft.arguments import did_you_mean, listed, quoted
 from weft.models.apertus import APERTUS
 from weft.models.arcee import ARCEE
+from weft.models.cwm import CWM
 from weft.models.deepseek_v2 import DEEPSEEK_V2
 from weft.models.deepseek_v3 import DEEPSEEK_V3
 from weft.models.dots1 import DOTS1
@@ -19,17 +20,23 @@ from weft.models.ernie4_5_moe import ERNIE4_5_MOE
 from weft.models.exaone4 import EXAONE4
 from weft.models.exaone_moe import EXAONE_MOE
 from weft.models.family import Family
+from weft.models.flex_olmo import FLEX_OLMO
+from weft.models.gemma import GEMMA
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
+from weft.models.glm import GLM
 from weft.models.glm4 import GLM4
 from weft.models.glm4_moe import GLM4_MOE
 from weft.models.glm4_moe_lite import GLM4_MOE_LITE
 from weft.models.gpt_oss import GPT_OSS
 from weft.models.granite import GRANITE
 from weft.models.granitemoe import GRANITEMOE
+from weft.models.helium import HELIUM
 from weft.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from weft.models.hyperclovax import HYPERCLOVAX
 from weft.models.llama import LLAMA
 from weft.models.minimax_m2 import MINIMAX_M2
+from weft.models.ministral import MINISTRAL
 from weft.models.ministral3 import MINISTRAL3
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
@@ -46,6 +53,7 @@ from weft.models.qwen3_next import QWEN3_NEXT
 from weft.models.qwen3_vl import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from weft.models.seed_oss import SEED_OSS
 from weft.models.smollm3 import SMOLLM3
+from weft.models.solar_open import SOLAR_OPEN
 
 FAMILIES = {
     family.model_type: family
@@ -56,6 +64,7 @@ FAMILIES = {
         *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
         *(HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, ARCEE, APERTUS),
+        *(GEMMA, GLM, HELIUM, CWM, MINISTRAL, HYPERCLOVAX, FLEX_OLMO, SOLAR_OPEN),
     )
 }
 """model_type -> the tables of its family."""

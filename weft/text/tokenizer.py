@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Mapping[str, str]] = {
 AS_IT_IS = (
     *("mistral", "ministral3", "mixtral", "mistral3", "voxtral", "olmo2", "olmo3", "granite", "granitemoe", "phi3"),
     *("glm4", "glm4_moe", "glm4_moe_lite", "kimi_k25", "llava", "llava_next", "smolvlm", "ernie4_5", "ernie4_5_moe"),
-    "minimax_m2",
+    *("minimax_m2", "glm", "ministral", "hyperclovax", "flex_olmo"),
 )
 """Types of models whose tokenizer.json transformers 5 takes as it is, whatever class is named."""
 

@@ -213,6 +213,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "tests/models/test_adapters.py": {
         "test_an_engine_mixes_adapters_and_shares_pages_only_among_requests_of_one": 1,
+        "test_rows_with_adapters_are_those_of_merged_weights": 9,
     },
     "tests/models/test_block_options.py": {
         "test_a_config_means_what_it_means_to_transformers": 10,

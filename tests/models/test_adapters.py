@@ -95,6 +95,8 @@ def of_rows(team, directory, lora, names, tokens, mode):
         ("gemma2", 2, "auto", {}),
         ("granite", 2, "auto", {}),
         ("olmo2", 2, "auto", {}),
+        ("hunyuan", 2, "auto", {}),
+        ("arcee", 2, "auto", {"mlp": ("up_proj", "down_proj")}),
         ("qwen3-moe-mixed", 2, "auto", {"mlp": ("o_proj",)}),  # attention beside experts
     ],
 )

@@ -211,6 +211,13 @@ FAMILIES = {
         "topk_group": 2,
         "rope_parameters": YARN_MSCALE,
     },
+    "youtu": {
+        "family": "Youtu",
+        **{key: value for key, value in LATENT.items() if not key.startswith(("n_", "num_", "moe_", "first_"))},
+        "q_lora_rank": 24,
+        "rope_parameters": YARN_MSCALE,
+        "tied": True,
+    },
     "glm4-moe-lite": {
         "family": "Glm4MoeLite",
         **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},

@@ -279,6 +279,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "hyperclovax",
             "flex-olmo",
             "solar-open",
+            "youtu-3",
             "apertus-4",
             "hunyuan-moe-3",
         ),

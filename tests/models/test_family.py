@@ -66,7 +66,7 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         ("dots.llm1", 142.8), ("k-exaone-236b-a23b", 236.5), ("ernie-4.5-21b-a3b", 21.8), ("ernie-4.5-300b-a47b", 300),
         ("deepseek-v2-lite", 15.7), ("deepseek-v2", 236), ("deepseek-v3", 671),
         ("gemma-2b", 2.51), ("gemma-7b", 8.54), ("glm-4-9b-chat", 9.40), ("helium-1-preview-2b", 2.17), ("cwm-32b", 32.6),
-        ("flexolmo-7x7b", 33.3), ("solar-open-100b", 102.6),
+        ("flexolmo-7x7b", 33.3), ("solar-open-100b", 102.6), ("youtu-llm-2b", 1.96),
         ("afm-4.5b", 4.62), ("apertus-8b", 8.05), ("apertus-70b", 70.6), ("hunyuan-7b", 7.50), ("hunyuan-a13b", 80.4),
         ("qwen3-next-80b-a3b", 79.7), ("qwen3.6-27b", 26.9), ("qwen3.6-35b-a3b", 34.7),
     ],

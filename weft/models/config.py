@@ -51,6 +51,7 @@ WITHOUT_EFFECT = {
     "training": (
         "attention_dropout",
         "embd_pdrop",
+        "embedding_initializer_range",
         "gradient_checkpointing",
         "initializer_range",
         "loss_type",

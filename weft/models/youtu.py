@@ -21,6 +21,6 @@ YOUTU = Family(
     },
     attention=DEEPSEEK_V3.attention,
     reads=(*LATENT_KEYS, "rope_interleave"),
-    # The sizes that transformers' class assumes, which are those of tencent/Youtu-LLM-2B.
+    # Sizes of tencent/Youtu-LLM-2B, which transformers' class assumes.
     published=table(SHAPE, {"youtu-llm-2b": (2048, 6144, 32, 16)}, vocab_size=128256),
 )

@@ -211,6 +211,14 @@ FAMILIES = {
         "topk_group": 2,
         "rope_parameters": YARN_MSCALE,
     },
+    "vaultgemma": {
+        "family": "VaultGemma",
+        **ALTERNATING,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 2.0,
+        "tied": True,
+    },
     "youtu": {
         "family": "Youtu",
         **{key: value for key, value in LATENT.items() if not key.startswith(("n_", "num_", "moe_", "first_"))},

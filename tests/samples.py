@@ -280,6 +280,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
             "flex-olmo",
             "solar-open",
             "youtu-3",
+            "vaultgemma-4",
             "apertus-4",
             "hunyuan-moe-3",
         ),

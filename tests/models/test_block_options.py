@@ -48,6 +48,7 @@ ACTIVATIONS = {
         ("gemma", {}),
         ("gemma", {"hidden_act": "gelu", "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 70.0}),
         ("hyperclovax", {"use_post_norm": False, "attention_multiplier": 0.5, "residual_multiplier": 0.22}),
+        ("vaultgemma", {"layer_types": TYPES, "sliding_window": 7, "query_pre_attn_scalar": 144, "head_dim": 16}),
         ("hyperclovax", {"use_post_norm": False, "embedding_multiplier": 10.0}),
         *((name, {"num_key_value_heads": 4}) for name in ("arcee", "apertus")),
         ("arcee", {"rope_theta": 70.0, "rope_scaling": LINEAR, "tie_word_embeddings": True}),

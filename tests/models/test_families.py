@@ -74,7 +74,7 @@ SAMPLE = [
     ("dots1", 4, "gemm_ar"), ("dots1", 3, "ag_rs"), ("minimax-m2", 2, "ag_rs"), ("minimax-m2", 3, "gemm_ar"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
-    ("youtu", 2, "gemm_ar"), ("youtu", 3, "ag_rs"),
+    ("vaultgemma", 4, "gemm_ar"), ("vaultgemma", 3, "ag_rs"), ("youtu", 2, "gemm_ar"), ("youtu", 3, "ag_rs"),
     ("gemma", 2, "gemm_ar"), ("glm", 4, "ag_rs"), ("helium", 3, "gemm_ar"), ("cwm", 2, "ag_rs"), ("ministral", 4, "gemm_ar"),
     ("hyperclovax", 3, "ag_rs"), ("flex-olmo", 4, "gemm_ar"), ("solar-open", 2, "ag_rs"),
     ("arcee", 2, "gemm_ar"), ("arcee", 3, "ag_rs"), ("apertus", 4, "gemm_ar"), ("apertus", 3, "ag_rs"),
@@ -139,7 +139,17 @@ ONE_LAYER = {
     },
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4", "cwm", "ministral")
+        for name in (
+            "qwen3-window",
+            "olmo3",
+            "gemma2",
+            "gemma3",
+            "gpt-oss",
+            "exaone4",
+            "cwm",
+            "ministral",
+            "vaultgemma",
+        )
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
     "ernie4.5-moe": {"num_hidden_layers": 1, "moe_layer_start_index": 0},
@@ -588,6 +598,7 @@ MUTANTS = [
     *(("gemma2", mistake) for mistake in GEMMA_MISTAKES),
     *(("gemma2", without(*mistake)) for mistake in (("lm_head", "softcap"), ("attention", "softcap"))),
     *(("deepseek-v2-lite", mistake) for mistake in LATENT_MISTAKES),
+    *(("vaultgemma", mistake) for mistake in (without_one, windows_of_other_layers, without("lm_head", "softcap"))),
     *(("youtu", mistake) for mistake in (*LATENT_MISTAKES[1:3], no_norm_of_queries)),
     *(("deepseek-v2", mistake) for mistake in (no_norm_of_queries, with_gating(group_limit=4), with_gating(scale=1.0))),
     *(("deepseek-v3", mistake) for mistake in ROUTED_MISTAKES),

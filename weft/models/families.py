@@ -54,6 +54,7 @@ from weft.models.qwen3_vl import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from weft.models.seed_oss import SEED_OSS
 from weft.models.smollm3 import SMOLLM3
 from weft.models.solar_open import SOLAR_OPEN
+from weft.models.vaultgemma import VAULTGEMMA
 from weft.models.youtu import YOUTU
 
 FAMILIES = {
@@ -65,7 +66,7 @@ FAMILIES = {
         *(OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2, GPT_OSS, QWEN3_VL_MOE_TEXT),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
         *(HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, ARCEE, APERTUS),
-        *(GEMMA, GLM, HELIUM, CWM, MINISTRAL, HYPERCLOVAX, FLEX_OLMO, SOLAR_OPEN, YOUTU),
+        *(GEMMA, GLM, HELIUM, CWM, MINISTRAL, HYPERCLOVAX, FLEX_OLMO, SOLAR_OPEN, YOUTU, VAULTGEMMA),
     )
 }
 """model_type -> the tables of its family."""

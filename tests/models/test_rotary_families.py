@@ -13,6 +13,7 @@ from weft.errors import CheckpointError
 from weft.kernels.fp8 import Fp8
 from weft.models import Checkpoint, Decoder, DecoderConfig
 from weft.models.config import unreached_positions
+from weft.models.invariant import check_invariant
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -199,6 +200,12 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
 def test_keys_that_a_family_does_not_run_are_refused_by_name(model_type, changes, message):
     with pytest.raises(CheckpointError, match="^config.json: .*" + message):
         DecoderConfig.from_dict({"model_type": model_type} | SMALL | changes)
+
+
+def test_norms_after_the_rotary_embedding_are_refused_where_bits_are_the_same():
+    config = DecoderConfig.from_dict({"model_type": "hunyuan_v1_dense"} | SMALL)
+    with pytest.raises(ValueError, match="mode='invariant' of Hunyuan with norms after the rotary embedding: "):
+        check_invariant(config, torch.bfloat16, None)
 
 
 def dequantized(team, directory, quantization):

@@ -140,14 +140,16 @@ def test_gemms_in_fp8_blocks_have_the_same_bits_on_any_number_of_ranks_and_rows(
         assert_identical(torch.cat([own for _, own in results], 1), whole[1][:M], what=f"W={world_size} M={M}")
 
 
-def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_an_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows(activation):
     hidden, features = 128, 256
     full = {f"{name}.weight": operands(1, features, hidden)[1] for name in ("gate_proj", "up_proj")}
     full["down_proj.weight"] = operands(1, hidden, features)[1]
     x = operands(40, 1, hidden)[0]
 
     def main(team, M):
-        mlp = TPMLP(hidden_size=hidden, intermediate_size=features, team=team, mode="invariant", dtype=torch.bfloat16)
+        options = {"team": team, "mode": "invariant", "dtype": torch.bfloat16, "activation": activation}
+        mlp = TPMLP(hidden_size=hidden, intermediate_size=features, **options)
         for name, shard in mlp.shards().items():
             shard.target.copy_(full[name].narrow(shard.dim, shard.start, shard.target.shape[shard.dim]))
         return mlp(x[:M])

@@ -125,10 +125,14 @@ def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
     assert both - prompt == {**expected, "gated_delta_net_step": 1}
 
 
-@pytest.mark.parametrize(("sequences", "gated"), [(65, True), (65, False), (3, True)])
-def test_no_operation_of_torch_applies_a_scale(sequences, gated, monkeypatch):
-    """cuBLAS computes more than 64 rows; of gated attention no kernel after it would apply a deferred RMS scale."""
+@pytest.mark.parametrize(
+    ("sequences", "gated", "activation"),
+    [(65, True, "silu"), (65, False, "silu"), (3, True, "silu"), (65, False, "relu2")],
+)
+def test_no_operation_of_torch_applies_a_scale(sequences, gated, activation, monkeypatch):
+    """cuBLAS computes more than 64 rows; of gated attention, and of MLPs without a gate, no kernel after it would apply one."""
     sizes = dataclasses.replace(TINY, num_hidden_layers=2, attention=dataclasses.replace(TINY.attention, gated=gated))
+    sizes = dataclasses.replace(sizes, block=dataclasses.replace(sizes.block, activation=activation))
     by_torch, deferred = [], []
     monkeypatch.setattr(matmul_deferred_norm, "normed", lambda *arguments: by_torch.append(1) or normed(*arguments))
 

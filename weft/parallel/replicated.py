@@ -19,7 +19,7 @@ from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.ops.gemm.small_m_rule import is_small
 from weft.parallel import fused
-from weft.parallel.plain import norm_all_heads
+from weft.parallel.plain import UNGATED, norm_all_heads
 from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
@@ -74,9 +74,7 @@ class FusedNorm(Recipe):
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
         x = self.summand(x, w.attention_out_norm, w, residual)
-        # A router needs normed rows, and so do grouped GEMMs, which gather them.
-        before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
-        normed, residual = before_mlp.add_norm(x, residual, w.post_norm, w.first_matrix)
+        normed, residual = self.before_mlp(w.mlp, step.tokens).add_norm(x, residual, w.post_norm, w.first_matrix)
         if isinstance(w.mlp, MoEWeights):
             if w.mlp_out_norm is not None:
                 return self.summand(self.moe(normed, w.mlp), w.mlp_out_norm, w, residual), residual
@@ -139,6 +137,12 @@ class FusedNorm(Recipe):
 
     def of_head(self, rows: int) -> FusedNorm:
         return self.before_whole_gemm(rows)
+
+    def before_mlp(self, w: MLPWeights | MoEWeights, rows: int) -> FusedNorm:
+        """The recipe of the norm before an MLP or experts."""
+        if isinstance(w, MoEWeights):  # a router needs normed rows, and so do grouped GEMMs, which gather them
+            return self.without_deferred_scale()
+        return self.before_whole_gemm(rows) if w.activation in UNGATED else self
 
     def before_whole_gemm(self, rows: int) -> FusedNorm:
         """The recipe of a norm before a GEMM whose result no kernel would divide by root mean squares."""

@@ -117,9 +117,7 @@ class MatmulReduceScatter(Overlapped):
         world = machine.world_size
         if name == "fused":
             tile = default_tile(call.M // world, call.N, call.dtype, machine.caps, world)
-            return Fused(
-                tile=tile, split=splits_by_default(call.K), piece=piece_for(call.K, tile.block_k)
-            )
+            return Fused(tile=tile, split=splits_by_default(call.K), piece=piece_for(call.K, tile.block_k))
         if name == "pipelined":
             # As measured on two and four H200s; four stand for more. Short K hides little, so pieces are cut finer: four H200s,
             # 1024x5120x6400, 116 us by spans, 123 without (lab/h200-x4-segments.json@4c5a438; `weft tune gemm-rs`).

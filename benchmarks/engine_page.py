@@ -111,7 +111,7 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         "",
         *notes,
         *[""] * bool(notes),
-        f"Geometric means: {'; '.join(means)}. "
+        f"Geometric means of the rows that both have: {'; '.join(means)}. "
         * bool(means)
         + f"Caches cold, weft is ready after {ours['ready_seconds']:.0f} s{''.join(ready)}; weft at "
         f"{ours['revision'].split()[0][:8]}.",

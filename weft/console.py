@@ -41,7 +41,7 @@ notices = logs.logger_of(logs.NOTICES)
 
 
 def layout_of(text: str | None) -> str | tuple[int, int] | None:
-    """Layout of experts that --expert-layout names: a name, or (ep, tp) of EPxTP. ValueError for other text."""
+    """Layout that --expert-layout names: a name, or (ep, tp) of EPxTP. ValueError for other text."""
     if text is None or text in ("whole", "slices"):
         return text
     parts = text.split("x")

@@ -31,7 +31,8 @@ from weft.runtime.files import put
 COLUMNS, HIDDEN, ROWS = (8704, 12800, 17408), 5120, (4, 32, 64, 128)
 # block_n, block_k, num_stages, and of 128 rows num_warps
 OF_128 = (
-    (64, 64, 7, 8), (64, 64, 3, 8), (64, 64, 2, 8), (64, 64, 3, 4), (32, 64, 5, 8), (32, 64, 4, 4),
+    (64, 64, 7, 8), (64, 64, 3, 8), (64, 64, 2, 8), (64, 64, 3, 4), (64, 64, 4, 4), (64, 128, 2, 4), (32, 64, 5, 8),
+    (32, 64, 4, 4),
 )  # fmt: skip
 TILES = (
     (64, 128, 4), (64, 128, 3), (64, 128, 2), (64, 64, 7), (64, 64, 6), (64, 64, 5), (64, 64, 4), (64, 64, 3), (32, 128, 3),
@@ -83,6 +84,8 @@ def main() -> None:
     if chosen.table:
         print("\n".join(table(json.loads(FILE.read_text())["rows"])))
         return
+    if chosen.out is None:
+        parser.error("name the file of the result, or pass --table")
     rows = list(measured(time.monotonic() + chosen.seconds))
     put(chosen.out, json.dumps({"revision": revision(Path(weft.__file__).parent), "rows": rows}, indent=1))
 

@@ -180,7 +180,7 @@ def test_the_page_pairs_runs_of_one_setting(tmp_path):
         "| 8x128 | 10.0 | 2.00 | 3,768 | 10.0 | 3.00 | 2,574 | 1.00 | 1.50 | 10.0 | 2.50 | 3,059 | 1.00 | 1.25 |"
         in page
     )
-    assert "Geometric means: vLLM 1.00 and 1.50; SGLang 1.00 and 1.25." in page
+    assert "Geometric means of the rows that both have: vLLM 1.00 and 1.50; SGLang 1.00 and 1.25." in page
 
 
 @pytest.mark.parametrize(

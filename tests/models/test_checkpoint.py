@@ -551,19 +551,6 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(copy, generat
     assert Checkpoint(directory).eos_token_ids() == expected
 
 
-@pytest.mark.parametrize(
-    ("model_type", "expected"),
-    [("minimax_m2", {200020}), ("ernie4_5", {2}), ("qwen3", set()), ("kimi_k2", {1}), ([], set())],
-)
-def test_without_end_of_sequence_ids_those_of_the_family_count(copy, model_type, expected):
-    directory, _ = copy
-    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
-    (directory / "generation_config.json").unlink()
-    assert Checkpoint(directory).eos_token_ids() == expected
-    (directory / "generation_config.json").write_text("{}")
-    assert Checkpoint(directory).eos_token_ids() == set()
-
-
 @pytest.mark.parametrize("wrong", [[[174]], 174.0, "174", {"a": 1}, True, -1], ids=str)
 def test_end_of_sequence_ids_that_could_never_come_are_refused(copy, wrong):
     directory, edit = copy

@@ -184,7 +184,7 @@ def test_sequences_end_before_queries_are_scaled_and_say_so(make_checkpoint):
         (
             "hunyuan_v1_dense",
             {"attention_head_dim": 64, "head_dim": 128},
-            "attention_head_dim=64 does not agree with head_dim=128, which weft reads",
+            "attention_head_dim=64 does not agree with heads of 128, which weft reads",
         ),
         ("minimax_m2", {"rotary_dim": 129}, "rotary_dim=129 is not an integer in 1 .. 128"),
         ("minimax_m2", {"rotary_dim": 64, "head_dim": "128"}, "head_dim='128' is not a positive integer"),

@@ -75,7 +75,7 @@ def test_a_main_that_takes_other_arguments_is_refused_in_one_line(door):
             lambda: None,
             r"main=<lambda>\(\) cannot be called as <lambda>\(team\): too many positional arguments; it takes",
         ),
-        (lambda team, x: None, r"called as <lambda>\(team\): missing a required argument: 'x'; .* then what args= has"),
+        (lambda team, x: None, r"called as <lambda>\(team\): missing a required argument: 'x'; .* then args"),
     ):
         with pytest.raises(ValueError, match=says):
             DOORS[door](main)

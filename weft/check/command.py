@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from weft.arguments import shortened
+from weft.arguments import quoted, shortened
 from weft.check.explanations import explain
 from weft.check.script import load
 from weft.console import WORLD_SIZE, TypedFlags, check_output, draws, from_flags, one_line_errors
@@ -161,7 +161,7 @@ def _main(flags: CheckFlags) -> Callable[..., Any]:
         raise ValueError("name a Python file that defines main(team), or a kind of finding with --explain")
     if not flags.torch:
         if flags.given("args"):
-            raise ValueError(f"--args {shortened(flags.args)} is for programs; add --torch")
+            raise ValueError(f"--args {quoted(flags.args)} is for programs; add --torch")
         return load(flags.script, flags.function or "main")
     if not flags.script.is_file():
         raise ValueError(f"{flags.script}: no such file; pass a Python program")

@@ -232,7 +232,8 @@ class EngineFlags(TypedFlags):
 
     def say_simulated(self) -> None:
         """Name the flags that virtual ranks do not use."""
-        for flag in self.given("tune", "algorithm_cache", "warm_up", "memory_fraction", "gpu_memory_utilization"):
+        names = "tune", "algorithm_cache", "warm_up", "memory_fraction", "gpu_memory_utilization"
+        for flag in [flag for flag, value in self.given(*names).items() if value]:
             notices.info("weft: %s has no effect without GPUs", flag)
 
     def engine_config(self) -> EngineConfig:

@@ -337,7 +337,9 @@ def _say_greedy(engine: Engine, options: GenerateOptions) -> None:
     if not (engine.defaults.temperature if given is None else given):
         for name in ("top_p", "top_k", "min_p"):
             if options.sampling[name] is not None:
-                notices.info("weft: --%s has no effect at temperature 0; pass --temperature", name.replace("_", "-"))
+                notices.info(
+                    "weft: --%s has no effect at temperature 0; pass --temperature above 0", name.replace("_", "-")
+                )
 
 
 def _with_faults(pieces: Iterator[Piece], faults: list[Fault | None]) -> Iterator[Piece]:

@@ -13,7 +13,7 @@ ARCEE = Family(
     name="Arcee",
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "eos_token_id": 128001},
+    defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     block=block,
     supported={"hidden_act": ("relu2",), "activation": (None,)},
     # config.json of arcee-ai/AFM-4.5B

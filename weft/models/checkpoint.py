@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.errors import CheckpointError
-from weft.models.families import family_of
 from weft.models.files import as_directory, check_directory, check_regular, read_object
 from weft.models.generation import GenerationDefaults
 from weft.models.joined import Joined, joined_name, rows_in
@@ -68,15 +67,13 @@ class Checkpoint:
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none.
 
-        Without both, the ids that transformers' class of the family assumes.
+        So without both, where transformers' class of the family has ids that its ``generate`` does not use.
         """
-        name, value, assumed = "generation_config.json", None, None
+        name, value = "generation_config.json", None
         if (self.directory / name).exists():
             value = self.read_json(name).get("eos_token_id")
-        elif (family := family_of(self.config.get("model_type"))) is not None:
-            assumed = family.defaults["eos_token_id"]
         if value is None:
-            name, value = "config.json", self.config.get("eos_token_id", assumed)
+            name, value = "config.json", self.config.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and token >= 0 for token in ids):
             raise CheckpointError(

@@ -358,7 +358,7 @@ def _check_keys(family: Family, content: Mapping[str, Any]) -> None:
         if value:
             raise CheckpointError(
                 f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
-                f"nothing of a dense {family.name}, remove it from config.json"
+                f"nothing of {family.name}, remove it from config.json"
             )
         logger.debug("config.json: %s=%s is not known, and asks for nothing", quoted(name)[1:-1], value)
 
@@ -408,7 +408,9 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         if content.get(name) is not None and not isinstance(content[name], Mapping):
             raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    given, of_windows = content.get(name) or family.defaults.get(name) or {}, family.window_rope(content)
+    # Empty parameters are the plain embedding, in place of the family's.
+    assumed = family.defaults.get(name) if content.get(name) is None else None
+    given, of_windows = content.get(name) or assumed or {}, family.window_rope(content)
     if of_windows is not None:
         given = given.get("full_attention") or {
             key: value for key, value in given.items() if key != "sliding_attention"

@@ -21,7 +21,6 @@ CWM = Family(
     null_head_dim=True,
     defaults={
         **DEFAULTS,
-        "eos_token_id": [128001, 128008, 128009],
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,

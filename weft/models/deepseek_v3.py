@@ -17,7 +17,6 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 1,
         **LATENT_DEFAULTS,
         "num_key_value_heads": 128,
         "max_position_embeddings": 4096,

@@ -38,7 +38,6 @@ DOTS1 = Family(
     architecture="Dots1ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         "num_key_value_heads": 32,
         "sliding_window": 4096,
         "max_window_layers": 62,

@@ -31,7 +31,6 @@ EXAONE_MOE = Family(
     other_architecture="ExaoneMoEForCausalLM",
     defaults={
         **EXAONE4.defaults,
-        "eos_token_id": 53,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 1024,

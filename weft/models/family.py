@@ -240,8 +240,7 @@ class Family:
     architecture  the member of `architectures` that generates text: drafters, classifiers and embedders share a model_type
     other_architecture  its name in files that are older than the class of transformers
     defaults      keys of config.json with the values that transformers assumes where the file has none. num_key_value_heads
-                  None: one for each query head; head_dim None: hidden_size / num_attention_heads. eos_token_id counts where
-                  there is no generation_config.json
+                  None: one for each query head; head_dim None: hidden_size / num_attention_heads
     null_head_dim  True if null as head_dim, too, is hidden_size / num_attention_heads, where the default is a number
     published     name of a model -> its config.json, as far as it counts, without model_type
     attention     options in a config.json. CheckpointError for values that weft does not run
@@ -284,7 +283,6 @@ DEFAULTS: Content = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
-    "eos_token_id": 2,
 }
 """Defaults of Llama; most families have a few other values."""
 SHAPE = "hidden_size intermediate_size num_hidden_layers num_attention_heads"

@@ -12,7 +12,6 @@ FLEX_OLMO = Family(
     architecture="FlexOlmoForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 100257,
         "rope_theta": 500000.0,
         "max_position_embeddings": 4096,
         "num_experts": 7,

@@ -20,7 +20,6 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 1,
         "num_key_value_heads": 16,
         "head_dim": 256,
         "max_position_embeddings": 8192,

@@ -61,7 +61,6 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 1,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 8192,

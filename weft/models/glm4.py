@@ -30,7 +30,6 @@ GLM4 = Family(
     architecture="Glm4ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": [151329, 151336, 151338],
         "num_key_value_heads": 2,
         "head_dim": 128,
         "rms_norm_eps": 1.5625e-7,

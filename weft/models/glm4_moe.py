@@ -16,7 +16,6 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,

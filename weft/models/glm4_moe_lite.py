@@ -19,7 +19,6 @@ GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 1,
         "num_key_value_heads": 20,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,

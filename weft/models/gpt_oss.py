@@ -47,7 +47,6 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,

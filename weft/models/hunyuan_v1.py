@@ -38,10 +38,10 @@ READS = ("attention_bias", "attention_head_dim")
 def attention(content: Content) -> AttentionOptions:
     bias = flag(content, "attention_bias")
     # Of the code that came with the checkpoints; transformers reads head_dim.
-    if (named := content.get("attention_head_dim")) not in (None, content["head_dim"]):
+    head_dim = content["head_dim"] or content["hidden_size"] // content["num_attention_heads"]
+    if (named := content.get("attention_head_dim")) not in (None, head_dim):
         raise CheckpointError(
-            f"config.json: attention_head_dim={quoted(named)} does not agree with head_dim={quoted(content['head_dim'])}, "
-            f"which weft reads"
+            f"config.json: attention_head_dim={quoted(named)} does not agree with heads of {head_dim}, which weft reads"
         )
     return AttentionOptions(qk_norm=True, norm_after_rotary=True, bias=bias, output_bias=bias)
 
@@ -67,7 +67,7 @@ def _of_all_layers(content: Content, name: str) -> object:
     if not isinstance(value := content.get(name), list):
         return value
     layers = content["num_hidden_layers"]
-    if value[:layers] != value[:1] * layers:
+    if len(value) < layers or value[:layers] != value[:1] * layers:
         raise CheckpointError(
             f"config.json: {name}={quoted(value)} is not one value for each of num_hidden_layers={layers}, the same for all"
         )
@@ -82,7 +82,6 @@ PUBLISHED = {
     "max_position_embeddings": 32768,
     "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     "tie_word_embeddings": True,
-    "eos_token_id": 127960,
 }
 HUNYUAN_V1_DENSE = Family(
     name="Hunyuan",
@@ -107,7 +106,13 @@ HUNYUAN_V1_MOE = Family(
     ntk_alpha=True,
     experts=experts,
     reads=(*READS, "num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"),
-    supported={**SUPPORTED, "use_mixed_mlp_moe": (True, None)},
+    # transformers always divides by the sum of the chosen scores.
+    supported={
+        **SUPPORTED,
+        "use_mixed_mlp_moe": (True, None),
+        "norm_topk_prob": (True, None),
+        "routed_scaling_factor": (1.0, False, None),
+    },
     without_effect=WITHOUT_EFFECT,
     weights=WeightNames(head_norms=HEAD_NORMS, router="gate.wg", shared_expert="shared_mlp"),
     # config.json of tencent/Hunyuan-A13B-Instruct

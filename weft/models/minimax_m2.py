@@ -38,7 +38,6 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 200020,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rope_theta": 5e6,

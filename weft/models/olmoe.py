@@ -22,7 +22,6 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 50279,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
         "num_experts": 64,

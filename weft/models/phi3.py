@@ -40,7 +40,6 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 32000,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

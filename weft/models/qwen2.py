@@ -15,7 +15,6 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,

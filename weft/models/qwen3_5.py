@@ -38,7 +38,7 @@ QWEN3_5_TEXT = Family(
     name="Qwen3.5",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    defaults={**DEFAULTS, **qwen3_next.LINEAR_DEFAULTS, "eos_token_id": None, "num_key_value_heads": 4},
+    defaults={**DEFAULTS, **qwen3_next.LINEAR_DEFAULTS, "num_key_value_heads": 4},
     attention=qwen3_next.attention,
     block=qwen3_next.block,
     linear_attention=linear_attention,
@@ -58,7 +58,6 @@ QWEN3_5_MOE_TEXT = Family(
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         **qwen3_next.LINEAR_DEFAULTS,
         "num_key_value_heads": 2,
         "num_experts": 256,

@@ -95,7 +95,6 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         **LINEAR_DEFAULTS,
         "num_key_value_heads": 2,
         "num_experts": 512,

@@ -17,7 +17,7 @@ from weft.models.family import (
     WeightNames,
 )
 
-COMMON = {**DEFAULTS, "eos_token_id": None, "rope_theta": 500000.0, "max_position_embeddings": 128000}
+COMMON = {**DEFAULTS, "rope_theta": 500000.0, "max_position_embeddings": 128000}
 # Of positions in images.
 WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 

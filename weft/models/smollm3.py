@@ -50,7 +50,6 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": 128001,
         "num_key_value_heads": 4,
         "rope_theta": 2e6,
         "max_position_embeddings": 32768,

@@ -21,7 +21,6 @@ SOLAR_OPEN = Family(
     architecture="SolarOpenForCausalLM",
     defaults={
         **DEFAULTS,
-        "eos_token_id": None,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 10240,  # of no layer
@@ -45,6 +44,9 @@ SOLAR_OPEN = Family(
     weights=WeightNames(shared_expert="shared_experts"),
     # config.json of upstage/Solar-Open-100B
     published=table(
-        "hidden_size num_hidden_layers num_attention_heads", {"solar-open-100b": (4096, 48, 64)}, vocab_size=196608
+        "hidden_size num_hidden_layers num_attention_heads",
+        {"solar-open-100b": (4096, 48, 64)},
+        vocab_size=196608,
+        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
     ),
 )

@@ -13,7 +13,6 @@ YOUTU = Family(
     defaults={
         **DEFAULTS,
         **LATENT_DEFAULTS,
-        "eos_token_id": 128001,
         "num_key_value_heads": 16,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,

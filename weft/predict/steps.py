@@ -8,7 +8,7 @@ ranks are alike. The launches follow weft/parallel; what recipes change is in ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weft.costs.gpu import named
@@ -162,6 +162,9 @@ class _Layer:
         self.kv_heads = max(config.num_key_value_heads // self.world, 1)
         layer = layer_in(config, layout)
         self.of = Pass(recipe=recipe, tokens=self.tokens, world_size=self.world, layer=layer, gathers=gathers)
+        # Of projections of gated delta nets and gated attention, which no 4 bits are made for.
+        first = layer if is_fp8(layer.variant) else layer._replace(variant="")
+        self.first_of = replace(self.of, layer=first)
 
     def norm_before_head(self, rows: int) -> tuple[str, tuple[float, ...]]:
         if self.world > 1 and self.of.recipe == FUSED_NORM:
@@ -181,7 +184,7 @@ class _Layer:
             return
         gates = self.heads * config.head_dim if config.attention.gated else 0
         width = (self.heads + 2 * self.kv_heads) * config.head_dim + gates
-        yield self.of.columns("qkv", width)
+        yield (self.first_of if gates else self.of).columns("qkv", width)
         # A decode step of one token of a sequence multiplies by them as it attends.
         if gates and (self.tokens > self.batch or (self.layout.spread and self.world > 1)):
             yield Launch("gates", "memory", (3 * self.tokens * gates * self.item,))
@@ -236,7 +239,7 @@ class _Layer:
             width -= heads / self.world
             yield Launch("rows in fp8", "memory", (self.tokens * self.hidden * (self.item + 1),))
             yield Launch("gates", "matmul", (self.tokens, heads, self.hidden))
-        yield self.of.columns("qkv and gates", width - values)
+        yield self.first_of.columns("qkv and gates", width - values)
         states = self.batch * values * linear.key_dim * state * 2
         inputs = 2 * self.tokens * width * self.item
         if self.new == 1:

@@ -32,9 +32,9 @@ def check_takes(main: Any, args: tuple) -> None:
         signature.bind(None, *args)
     except TypeError as error:
         given = ", ".join(["team", *(quoted(arg) for arg in args)])
+        takes = f"{_name(main)}{shortened(str(signature))}"
         raise ValueError(
-            f"main={_name(main)}{signature} cannot be called as {_name(main)}({shortened(given)}): {error}; it takes the team, "
-            f"then what args= has"
+            f"main={takes} cannot be called as {_name(main)}({shortened(given)}): {error}; it takes the team, then args"
         ) from None
 
 

@@ -93,7 +93,7 @@ def serve(flags: ServeBenchFlags) -> None:
         check_int("--warmup", flags.warmup, 0)
         if flags.file is not None and (given := flags.given("input_tokens", "vocab_size")):
             raise ValueError(
-                f"{next(iter(given))} is of random prompts, and --file {flags.file} has its own; leave one out"
+                f"{next(iter(given))} is of random prompts, and --file {flags.file} names prompts; leave one out"
             )
         loads = _loads(flags)
         # Other prompts for each load: a server may keep what it has read.

@@ -63,7 +63,10 @@ def is_active() -> bool:
 def patch_jit_functions(
     patches: Patches, launch: Callable, resolve: Callable[[object], Callable], in_kernel: Callable[[], bool]
 ) -> None:
-    """Redirect launches to ``launch``. A jit function that a kernel calls by Python code runs as in kernel code."""
+    """Redirect launches to ``launch``.
+
+    A jit function that a kernel calls by Python code runs as in kernel code.
+    """
 
     def run(jit_fn: JITFunction, *args: object, grid: GridSizes, warmup: bool, **kwargs: object) -> Compiled:
         if not warmup:

@@ -125,6 +125,23 @@ def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
     assert both - prompt == {**expected, "gated_delta_net_step": 1}
 
 
+@pytest.mark.parametrize(("changed", "more"), [("norms after rotary", {"qk_norm_rope": 1}), ("no gate", {})])
+def test_launches_of_norms_after_rotary_and_of_an_mlp_without_a_gate(changed, more, monkeypatch):
+    """One more turns q and k; without a gate the same, and torch's operations, which are not counted here."""
+    if changed == "no gate":
+        sizes = dataclasses.replace(TINY, block=dataclasses.replace(TINY.block, activation="relu2"))
+    else:
+        sizes = dataclasses.replace(TINY, attention=dataclasses.replace(TINY.attention, norm_after_rotary=True))
+    options = {"mode": "replicated", "dtype": torch.bfloat16}
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, sizes, **options) - launches(monkeypatch, 1, tokens, sizes, **options)
+        for tokens in (1, 2)
+    )
+    gemms = {"small_m": 2, "cublas": 2}
+    assert prompt == Counter({**NORMS, **gemms, **PROMPTED}) + Counter(more)
+    assert both - prompt == Counter({**NORMS, **gemms, "decode_attention": 1}) + Counter(more)
+
+
 @pytest.mark.parametrize(
     ("sequences", "gated", "activation"),
     [(65, True, "silu"), (65, False, "silu"), (3, True, "silu"), (65, False, "relu2")],

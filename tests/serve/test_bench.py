@@ -52,7 +52,10 @@ def test_mistakes_and_refusals_are_one_line(served):
         (("--url", "http://127.0.0.1:9/v1"), "; start weft serve there, or pass another --url"),
         ((*url, "--rates", "0"), "--rates 0 is not a positive number"),
         ((*url, "--input-tokens", "9-3"), "--input-tokens 9-3 is not a number of tokens"),
-        ((*url, "--file", "x", "--vocab-size", "1000"), "--vocab-size is of random prompts, and --file x names prompts"),
+        (
+            (*url, "--file", "x", "--vocab-size", "1000"),
+            "--vocab-size is of random prompts, and --file x names prompts",
+        ),
         ((*url, "--model", "x"), "none of 8 requests was answered; the first: ValueError: status 404"),
     ]:
         result = bench(*arguments)

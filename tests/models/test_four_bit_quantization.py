@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import weft
+from tests.against_transformers import DELTA_NETS
 from tests.four_bit_checkpoints import CHANNEL, CONFIGS, GROUP, MX, WEIGHTS, compressed, write
 from tests.models.test_fp8_models import SIZES
 from weft.errors import CheckpointError
@@ -143,6 +144,23 @@ def test_weights_in_4_bits_need_half_a_byte_and_a_share_of_a_scale(name, bits):
     config, embeddings = DecoderConfig.from_dict(_content(CONFIGS[name])), 2 * 100 * 4096
     in_layers = config.parameters - embeddings
     assert config.weight_bytes(range(2), torch.bfloat16) == int(in_layers * bits / 8) + 2 * embeddings
+
+
+def test_projections_of_gated_delta_nets_and_gated_attention_count_as_16_bits():
+    config = DecoderConfig.from_dict({
+        "model_type": "qwen3_next", "vocab_size": 100, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "mlp_only_layers": [0, 1, 2], "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, **DELTA_NETS,
+    })  # fmt: skip
+
+    def matrices(team):
+        model = Decoder(config.quantized("int4"), team, mode="reference", dtype=torch.bfloat16)
+        names = ("in_proj", "qkv_proj.weight", "embed_tokens", "lm_head")
+        return sum(x.numel() for name, x in model.named_parameters() if any(one in name for one in names))
+
+    [kept] = weft.simulate(matrices, 1)
+    whole = config.parameters
+    assert config.quantized("int4").weight_bytes(range(3), torch.bfloat16) == 2 * kept + int((whole - kept) * 4.25 / 8)
 
 
 def test_random_weights_are_as_large_as_those_of_16_bits():

@@ -190,9 +190,21 @@ class DecoderConfig:
         whole = self.parameters_of(layers)
         if self.quantization is None:
             return whole * dtype.itemsize
-        # All matrices of the layers count as quantized: the routers are small.
-        embeddings = self._embeddings(layers)
-        return embeddings * dtype.itemsize + int((whole - embeddings) * self.quantization.format.bits / 8)
+        # All other matrices of the layers count as quantized: the routers are small.
+        bits = self.quantization.format.bits
+        kept = self._embeddings(layers) + (self._projections(layers) if bits < 8 else 0)
+        return kept * dtype.itemsize + int((whole - kept) * bits / 8)
+
+    def _projections(self, layers: range) -> int:
+        """Number of weights before gated delta nets and gated attention, for which no 4 bits are made."""
+        linear, columns = self.linear_attention, 0
+        of_linear = 0 if linear is None else sum(linear.layers[layer] for layer in layers)
+        if linear is not None:
+            columns += of_linear * (linear.parameters - linear.value_heads * linear.value_dim)
+        if self.attention.gated:
+            of_head = 2 * (self.num_attention_heads + self.num_key_value_heads)
+            columns += (len(layers) - of_linear) * of_head * self.head_dim
+        return self.hidden_size * columns
 
     @property
     def parameters(self) -> int:

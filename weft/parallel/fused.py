@@ -104,9 +104,8 @@ def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, 
 
     dtype  of the rows that are projected
     """
-    if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated or w.norm_all_heads:  # their columns go to several kernels
-        return True
-    if w.unrotated is not None:
+    # Their columns go to several kernels.
+    if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated or w.norm_all_heads or w.unrotated is not None:
         return True
     # Beside a norm in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
     if w.q_norm is not None and w.q_norm.dtype == torch.float32 != dtype:

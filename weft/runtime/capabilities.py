@@ -23,6 +23,8 @@ COLD_BYTES = 120e6
 # Multiprocessors that kernels leave free where ranks share a GPU: a copy between two ranks is a kernel there, and one that
 # fills the GPU and waits for the copy would keep it out for ever.
 COPY_SMS = 8
+# Shared memory of an SM of sm_90, sm_100 and sm_103, also of one program at most. Other GPUs have as much or less.
+SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,6 +206,7 @@ def with_pending(pending, most, first=9):
         ("tokens=5 are not DeltaTokens", {6: 5}),
         ("tokens.lengths has shape (3,); it must be (4,)", {6: ops.DeltaTokens(*places([1, 2, 3], [0, 1], "cpu"))}),
         ("4 rows of 3 slots", {6: ops.DeltaTokens(*places([1, 2, 3, 4], [0, 1, 2], "cpu"))}),
+        ("65536 sequences, and a launch has 65535", {6: ops.DeltaTokens(*places([1, 2, 3, 4], [0] * 65536, "cpu"))}),
         (
             "tokens.pending.dtype=torch.int64",
             {6: step_arguments()[6]._replace(pending=torch.zeros(2, dtype=torch.int64))},

@@ -17,6 +17,7 @@ from weft.ops.knobs import around, halved, moved
 from weft.ops.local import check_sizes
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import SHARED_BYTES
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 # query heads: 4 pairs 17.6 us in a row, 23.0 in one kernel; 8 and 12 pairs of 16 to 32 partials within 1 us
 # (results/h200-x4-long, lab/h200-regret).
 FEW_PAIRS = 4
-# Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
-SHARED_BYTES = 227 << 10
 
 
 @exchangeable
@@ -77,6 +76,7 @@ def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabi
     """Programs of the fused kernel that the GPU holds at a time, at 255 registers a thread."""
     if not caps.arch.startswith("sm_"):
         return caps.sms
+    # GPUs with less shared memory hold one program an SM.
     stages = 2 * split.num_stages * split.block_n * head_dim * itemsize
     return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))
 

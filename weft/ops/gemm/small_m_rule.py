@@ -14,6 +14,7 @@ import torch
 from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers, stepped
 from weft.ops.registration import HALVES
 from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import SHARED_BYTES
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -39,11 +40,10 @@ LEAST_WEIGHT = 4 << 20
 # that reads memory itself prefetching costs time. Two H200s, a decode step with W=4's shapes, qkv prefetched: 5.01 ms, not 5.04
 # (lab/h200-ahead.json@cd3ccc0).
 AHEAD = 256
-# Stages of a gated GEMM by its tiles for an SM, which run at once: with a ring as deep as shared memory allows the rest waits
-# for the first programs to end. More stages are no faster. One H200, 8704x5120 gated, 136 tiles: 4, 32 and 64 rows take 46, 48
-# and 50 us, with one program an SM 56, 58 and 60 (benchmarks/lab/gated_rounds.py).
+# Stages of a gated GEMM, by the most tiles that an SM has: as many programs fit an SM, and all tiles run at once. With more
+# stages one fits, and the last few tiles wait for a whole round. One H200, 8704x5120 gated, 136 tiles: 4, 32 and 64 rows take
+# 46, 48 and 50 us, with one program an SM 56, 58 and 60 (benchmarks/lab/gated_rounds.py).
 STAGES_AT_ONCE = {2: 5, 3: 3}
-SHARED_BYTES = 227 << 10
 # Least steps along K of a partial sum: where a separate kernel adds them up, and where the next kernel does.
 LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16
 
@@ -260,7 +260,7 @@ def _tile_of(block_m: int, tiles: int, caps: Capabilities, gated: bool) -> tuple
     """(block_n, block_k, num_stages) with a weight of 16 bits. tiles: of 64 columns."""
     of_sm = cdiv(tiles, caps.sms)
     if gated and block_m <= 64 and of_sm in STAGES_AT_ONCE:
-        stage = 2 * 64 * (block_m + 2 * 64)  # bytes
+        stage = 2 * 64 * (block_m + 2 * 64)  # bytes of 64 columns of K: rows, gate and up
         return 64, 64, min(STAGES_AT_ONCE[of_sm], SHARED_BYTES // of_sm // stage)
     if block_m <= 32:
         return 64, 128, 4 if gated or (block_m == 32 and tiles > caps.sms) else 5

@@ -44,6 +44,8 @@ LANES, PIECE = tl.constexpr(8), tl.constexpr(16)
 # Layouts give dimensions to lanes, then to warps, then to registers: the last one, then of equal ones in Triton 3.6 the first,
 # the second and the third, from 3.7 on the third, the second and the first. The second one should be the warps'.
 LANES_FIRST = tl.constexpr(triton.__version__.startswith("3.6."))
+# Most programs of a launch along its second dimension.
+MOST_SEQUENCES = 65535
 CASES_EPS = 1e-6
 
 
@@ -151,7 +153,7 @@ def gated_delta_net_step_kernel(
 ):  # fmt: skip
     """New tokens of one sequence and value head, after the pending ones: the module has the equations.
 
-    grid: (value heads, sequences), in the order of the states of consecutive slots
+    grid: (value heads, sequences): in the order in which states lie in memory
     qkv, z, gates.a, gates.b  [sequences * QUERIES, …] with rows ``stride``, ``z_stride`` and ``strides`` apart
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
     mixed  [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v after the convolution, written and read by one
@@ -209,7 +211,7 @@ def gated_delta_net_step_kernel(
     keep_inputs(x, stride, inputs, position, before, end, v_at, True, RING, C)
     rate, bias = tl.exp(tl.load(gates.A_log + head)), tl.load(gates.dt_bias + head)
     S = tl.load(state, mask=(key[:, :, :, None] >= 0) & (before > 0), other=0.0)
-    tl.debug_barrier()  # all threads have read the state, and stored their part of the rows
+    tl.debug_barrier()  # all threads have stored their part of the rows; of the state a thread stores what it has read
     for token in range(count):
         row, its_rates = begin + token - pending, rates + (before - pending + token) % RING * (2 * H)
         a = tl.load(gates.a + row * strides[0] + head, mask=token >= pending, other=0)
@@ -309,6 +311,8 @@ def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
             check_like(op, f"tokens.{name}", tensor, qkv.device, (torch.int32,))
             check_shape(op, f"tokens.{name}", tensor, shape)
     batch = len(tokens.slots)
+    if batch > MOST_SEQUENCES:
+        raise ValueError(f"{op}: {batch} sequences, and a launch has {MOST_SEQUENCES} at most; pass some at a time")
     if count % batch if batch else count:
         raise ValueError(f"{op}: {count} rows of {batch} slots; pass as many rows of every sequence")
     check_count(op, "tokens.most_pending", tokens.most_pending)

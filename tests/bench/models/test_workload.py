@@ -19,7 +19,7 @@ from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
 from weft.bench.models import baseline, generate
 from weft.bench.models.baseline import Baseline, Functions
-from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, kind_of
+from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, by_name, kind_of
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.roofline import roofline, weights
@@ -680,6 +680,12 @@ def test_time_goes_to_kinds_and_gaps():
     assert found == dict.fromkeys(KINDS, 0.0) | {"gap": 1.0, "gemm": 8.0, "communication": 10.0, "pointwise": 1.0}
     assert sum(found.values()) == 20
     assert breakdown(kernels[:1]) == {}
+    assert by_name([*kernels, Kernel("nccl", 130, 132)]) == [
+        "      13.0 us in 1.5 launches, median 12.0: nccl",
+        "       8.0 us in 1 launches, median 8.0: matmul_kernel",
+        "       1.0 us in 1 launches, median 1.0: silu_mul_kernel",
+    ]
+    assert by_name(kernels[:1]) == []
     # A kernel that runs inside another takes no time of its own.
     assert breakdown([*kernels[:3], Kernel("nccl", 13, 14)])["communication"] == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,14 +65,9 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
     start of a step's first kernel to the end of its last: a profiled graph of 600 kernels begins 0.3 to 1.5 ms after its
     barrier, an unprofiled one immediately (H200).
     """
-    steps: list[list[Kernel]] = []
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        if kernel.name == START:
-            steps.append([])
-        elif steps:
-            steps[-1].append(kernel)
     us_of = dict.fromkeys(KINDS, 0.0)
-    for step in filter(None, steps):
+    steps = steps_of(kernels)
+    for step in steps:
         waits = [kernel for kernel in step if kernel.name == WAITING]
         reached = step[0].start
         for kernel in step:
@@ -81,6 +77,31 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
                 reached = max(reached, kernel.end)
         _leave(us_of, reached, max((kernel.end for kernel in waits), default=reached), waits)
     return {kind: time / len(steps) for kind, time in us_of.items()} if steps else {}
+
+
+def steps_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """Kernels of each step that has any, by their start."""
+    steps: list[list[Kernel]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if kernel.name == START:
+            steps.append([])
+        elif steps:
+            steps[-1].append(kernel)
+    return [step for step in steps if step]
+
+
+def by_name(kernels: Sequence[Kernel]) -> list[str]:
+    """Line for each kernel's name, the longest sum first: microseconds a step, launches a step, median of a launch."""
+    steps = steps_of(kernels)
+    times: dict[str, list[float]] = {}
+    for kernel in (kernel for step in steps for kernel in step):
+        times.setdefault(kernel.name, []).append(kernel.end - kernel.start)
+    ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+    count = len(steps)
+    return [
+        f"{sum(each) / count:10.1f} us in {len(each) / count:g} launches, median {statistics.median(each):.1f}: {name}"
+        for name, each in ordered
+    ]
 
 
 def _leave(us_of: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
@@ -112,7 +133,9 @@ def profile(team: Team, meter: Meter) -> dict[str, float] | None:
     if profiler is not None:
         try:
             profiler.stop()
-            parts = breakdown(kernels_of(profiler))
+            kernels = kernels_of(profiler)
+            parts = breakdown(kernels)
+            logger.info("kernels of a step:\n%s", "\n".join(by_name(kernels)))
         except RuntimeError as error:
             logger.warning("no breakdown: torch's profiler failed: %s", error)
     return team.exchange(parts)[0] or None

@@ -40,7 +40,9 @@ class ModelFlags:
             "--check", help="Compare logits over given tokens, or all layers, before timing [generate: always]"
         ),
     ] = False
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Print which kernels a step's time goes to")] = False
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Print which kernels a step's time goes to, with -v each by its name")
+    ] = False
     random_cache: Annotated[
         bool,
         typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),

@@ -39,10 +39,6 @@ FEWEST_GATHERED = 2 << 20
 # longer than their launches, and padding to a power of two costs more than a graph saves.
 MOST_GATHERED = 128 << 20
 
-# Tokens of the longest pass with a graph in models with states: padding has chunks of the delta rule too, and a longer pass
-# takes the GPU longer than its launches take the host.
-MOST_OF_STATES = 1024
-
 
 class Gathering(NamedTuple):
     """Sizes of the pages that prompts gather from a spread cache.
@@ -231,7 +227,7 @@ class Prompts:
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         if tokens > self._pipeline.most_uncut or self.attends_in_parts(chunks):
             return None
-        if self._pipeline.model.has_states and not self._states_fit(tokens):
+        if self._pipeline.model.has_states and not self._pipeline.model.prefills_in_kernels:
             return None
         shape = shape_of_new(chunks)
         if shape in self._warm or not self._pipeline.model.prefills_in_kernels:
@@ -247,10 +243,6 @@ class Prompts:
         large = (shape for shape in ragged if shape.tokens >= tokens and shape.batch >= len(chunks))
         fitting = (shape for shape in large if shape.entries >= entries)
         return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
-
-    def _states_fit(self, tokens: int) -> bool:
-        """True if a pass of a model with states may have a graph."""
-        return self._pipeline.model.prefills_in_kernels and padded_tokens(tokens) <= MOST_OF_STATES
 
     def attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
         """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
@@ -305,10 +297,8 @@ class Prompts:
         """
         model = self._pipeline.model
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
-        if model.has_states:
-            if not model.prefills_in_kernels:
-                return [], []
-            longest = min(longest, MOST_OF_STATES)
+        if model.has_states and not model.prefills_in_kernels:
+            return [], []
         lengths = single_lengths(min(longest, self.max_seq_len))
         if not model.prefills_in_kernels:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]

@@ -91,7 +91,7 @@ def steps_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
 
 
 def by_name(kernels: Sequence[Kernel]) -> list[str]:
-    """Line for each kernel's name, the longest sum first: microseconds a step, launches a step, median of a launch."""
+    """Line for each kernel's name, the longest sum first: microseconds and launches a step, median launch."""
     steps = steps_of(kernels)
     times: dict[str, list[float]] = {}
     for kernel in (kernel for step in steps for kernel in step):

@@ -14,7 +14,7 @@ from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import HeadGates, Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
-from weft.ops.attention.decoding import DecodingCall, programs_per_sm, split_kv_for, tile_of
+from weft.ops.attention.decoding import DecodingCall, is_turned, programs_per_sm, split_kv_for, tile_of
 from weft.ops.attention.paged_attention import paged_attention_kernel
 from weft.ops.attention.paged_prefill_attention import (
     PrefillCall,
@@ -94,7 +94,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
     config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
     queries = FEW if "_few" in name else 1
-    tile = tile_of(config, group=group, D=D, window=window, queries=queries, q_heads=2 * group)
+    turned = is_turned(D, dtype.itemsize, dtype.itemsize, caps)
+    tile = tile_of(config, group=group, D=D, window=window, queries=queries, q_heads=2 * group, turned=turned)
     tile = tile._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
     arguments = cache, Sequences(INTS, INTS), out, Partials(FP32, FP32, INTS), 40, scores
@@ -188,6 +189,21 @@ def test_machine_code_on_sm_90(name, tmp_path):
     if name.startswith(("paged", "decode")):
         instruction = "wgmma.mma_async" if "prefill" in name or "few" in name else "mma.sync"
         assert "cp.async.cg.shared.global" in ptx and instruction in ptx
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("name", "group"), [("decode_attention_gated", 6), ("paged_attention", 8)])
+def test_heads_of_256_multiply_keys_by_queries(name, group, arch, tmp_path):
+    """Half as many tensor instructions as with 16 rows of queries; keys and values are loaded ahead, the values turned."""
+    for pairs in (2, 64, 256):
+        kernel = built(name, arch, D=256, group=group, pairs=pairs)
+        assert kernel.metadata.shared <= SHARED[arch]
+        check_compiles(kernel, arch)
+        loop = kernel.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+        assert loop.count("ttg.async_copy_global_to_local") == 2 and "tt.trans" not in loop
+        assert stack_bytes(kernel, tmp_path) <= 64, "a few pointers"
+        assert kernel.asm["ptx"].count("mma.sync") == 32
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "decode_attention"])

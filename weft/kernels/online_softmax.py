@@ -43,7 +43,8 @@ class DecodeTile(NamedTuple):
     """One program's part of a decoding attention, a compile-time constant.
 
     group    query heads of a KV head, of all the program's new tokens
-    rows     rows of the tile that tensor cores multiply, at least ``group``; the rest only fills it up
+    rows     rows of the tile that tensor cores multiply, at least ``group``; the rest only fills it up. With fewer than
+             MIN_ROWS keys are multiplied by queries and values by weights, else queries by keys and weights by values
     kept     ``rows``, or half of it where that holds the group: rows of the result
     block_n  tokens of a step
     ways     warps, which share out the tokens of a step
@@ -172,6 +173,9 @@ def attend(
     D: tl.constexpr = SIZES.dim
     KEPT: tl.constexpr = TILE.kept
     WAYS: tl.constexpr = TILE.ways
+    TURNED: tl.constexpr = ROWS < MIN_ROWS
+    # The axis of a step's tokens in the scores, with the ways before it.
+    TOKENS: tl.constexpr = 1 if TURNED else 2
     column = tl.arange(0, D)[None, None, :]
     local = ways(TILE.block_n, WAYS)
     x = tl.broadcast_to(x[None, :, :], (WAYS, ROWS, D))
@@ -183,7 +187,11 @@ def attend(
         first_way = tl.arange(0, WAYS)[:, None] == 0
         largest = tl.where(first_way, largest_sink[None, :], largest)
         total = tl.where(first_way, counted[None, :], total)
-    acc = tl.zeros((WAYS, ROWS, D), tl.float32)
+    if TURNED:
+        x = tl.permute(x, (0, 2, 1))
+        acc = tl.zeros((WAYS, D, ROWS), tl.float32)
+    else:
+        acc = tl.zeros((WAYS, ROWS, D), tl.float32)
     for start in tl.range(first, length, stride):
         there = local < length - start
         if TILE.window is not None:
@@ -191,34 +199,51 @@ def attend(
                 there &= local >= length - TILE.window - start
             else:
                 there &= local >= begin - start
-        at = cells_at(page, head, start, local, SIZES)[:, :, None] + column
+        cells = cells_at(page, head, start, local, SIZES)
+        at = cells[:, :, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
         page = pages_at(table, start + stride, length, local, SIZES.page)
         k = tl.load(cache.key_pages + at, mask=there[:, :, None], other=0.0)
-        v = tl.load(cache.value_pages + at, mask=there[:, :, None], other=0.0)
+        if TURNED:
+            turned = cells[:, None, :] + tl.permute(column, (0, 2, 1))
+            v = tl.load(cache.value_pages + turned, mask=there[:, None, :], other=0.0)
+        else:
+            v = tl.load(cache.value_pages + at, mask=there[:, :, None], other=0.0)
         if cache.k_scale is not None:
             k, v = k.to(x.dtype), v.to(x.dtype)
-        score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee")
+        if TURNED:
+            score = tl.dot(k, x, input_precision="ieee")
+        else:
+            score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee")
         if inner is not None:
             score = capped(score * inner)
         score *= scale
         if lengths is None:
-            seen = there[:, None, :]
+            seen = tl.expand_dims(there, 3 - TOKENS)
         else:
             end = (lengths - start)[None, :, None]
             seen = local[:, None, :] < end
             if TILE.window is not None:
                 seen &= local[:, None, :] >= end - TILE.window
         score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, axis=2))
-        p = tl.exp2(score - new[:, :, None])
-        total, acc = accumulate(p, v, new, largest, total, acc)
+        new = tl.maximum(largest, tl.max(score, axis=TOKENS))
+        p = tl.exp2(score - tl.expand_dims(new, TOKENS))
+        if TURNED:
+            rescale = tl.exp2(largest - new)
+            total = total * rescale + tl.sum(p, axis=1)
+            acc = tl.dot(v, p.to(v.dtype), acc * rescale[:, None, :], input_precision="ieee")
+        else:
+            total, acc = accumulate(p, v, new, largest, total, acc)
         largest = new
     top = tl.max(largest, axis=0)
     share = tl.exp2(largest - top[None, :])
     whole = tl.sum(total * share, axis=0)
     # No tokens: 0 / 1.
-    acc *= (share / tl.where(whole > 0, whole, 1.0)[None, :])[:, :, None]
+    share /= tl.where(whole > 0, whole, 1.0)[None, :]
+    if TURNED:
+        acc = tl.permute(acc * share[:, None, :], (0, 2, 1))
+    else:
+        acc *= share[:, :, None]
     if KEPT < ROWS:
         halves = tl.reshape(acc, (WAYS, 2, KEPT, D))
         acc, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))

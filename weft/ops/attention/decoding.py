@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 MAX_SPLITS = 32
 # Rows of the largest tile of several new tokens of a sequence: what the tensor cores of sm_90 multiply at once.
 MOST_ROWS = 64
+# Rows of a turned tile, of which tensor cores multiply keys by queries: half as many registers as for queries by keys.
+TURNED_ROWS = 8
 # Pairs of a sequence and a KV head up to which its new tokens are shared out, if there are several.
 FEW_PAIRS = 16
+# Pairs up to which short partials pay.
+FEWEST_PAIRS = 4
 
 
 @exchangeable
@@ -87,28 +91,36 @@ class DecodingCall(NamedTuple):
         many = queries > 1 and rows_of(group, queries, pairs) > MIN_ROWS.value
         return cls(pairs * parts_of(group, queries, pairs), *rest, many=many)
 
+    @property
+    def wide(self) -> bool:
+        """True if a row's head takes as many registers as two of 128 elements."""
+        return self.head_dim > 128 and not self.many
+
 
 def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     """The design of a call.
 
     A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
     and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
-    all pairs are loaded at once.
+    all pairs are loaded at once. With heads of 256 partials may have half as many tokens, and up to 4 pairs take 32 KiB a step.
 
-    One H100, 512 sequences: 30.7 us, otherwise 34.5 (benchmarks/lab/h100-decode-attention.json).
+    One H100, 512 sequences: 30.7 us, otherwise 34.5 (benchmarks/lab/h100-decode-attention.json). One H200, heads of 256, 1,024
+    tokens: 2 pairs 10.1 us, otherwise 11.6; 16 pairs 12.3 and 14.5 (benchmarks/lab/h200-decode-256.json).
     """
     pairs, per_sm, stages = max(1, call.pairs), 2, 3
     # As many tokens of an fp8 cache as of 16 bits: twice as many would spill. Its steps are half as large, so one more is in
     # flight; not measured.
     itemsize = max(2, call.dtype.itemsize)
     block_n = max(16, min(128, (16 << 10) // (call.head_dim * itemsize)))
-    least = least_of(call.pairs, caps)
+    least = least_of(call, caps)
     if caps.arch not in ("sm_90", "sm_100") or call.dtype == torch.float32:
         stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
     else:
         per_sm = programs_per_sm(pairs, caps)
         if 2 * pairs > 3 * caps.sms and not call.many:
             block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
+        elif call.wide and pairs <= FEWEST_PAIRS and call.dtype.itemsize == 2:
+            block_n *= 2
     return SplitKV(
         block_n=block_n,
         least=least,
@@ -118,12 +130,13 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     )
 
 
-def least_of(pairs: int, caps: Capabilities) -> int:
+def least_of(call: DecodingCall, caps: Capabilities) -> int:
     """Tokens of a partial at least.
 
     The fewer partials there can be, the longer a sequence must be for a join to pay.
     """
-    return 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
+    least = 128 if call.pairs <= FEWEST_PAIRS else 256 if 4 * call.pairs <= caps.sms else 512
+    return least // 2 if call.wide else least
 
 
 def splits_of(pairs: int, tokens: int, programs: int, least: int) -> int:
@@ -156,7 +169,7 @@ class DecodingOp(AttentionOp):
         if call.invariant:
             return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
-        return "split_kv", f"{reason}; partials of at least {least_of(call.pairs, machine.caps)} tokens"
+        return "split_kv", f"{reason}; partials of at least {least_of(call, machine.caps)} tokens"
 
     def tuned(self, call: DecodingCall, machine: Machine) -> Planned | None:
         # Rows are of one new token a sequence, with programs that may be too small for many rows.
@@ -236,16 +249,28 @@ def launch_of(
     pairs = B // queries * sizes.heads
     parts = parts_of(group, queries, pairs)
 
+    turned = is_turned(D, cache.key_pages.itemsize, out.itemsize, caps)
+
     def constants() -> dict[str, Any]:
-        tile = tile_of(design, group=group, D=D, window=window, queries=queries, parts=parts, q_heads=q_heads)
+        by_token = {"queries": queries, "parts": parts, "q_heads": q_heads, "turned": turned}
+        tile = tile_of(design, group=group, D=D, window=window, **by_token)
         return {"SIZES": sizes, "TILE": tile, **own, **compiler_options(design, caps)}
 
     # Without the number of splits, which the batch decides.
     tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window
-    launch = launch_on(out.device, kernel, (tile, sizes, group, queries, parts, *own.values()), constants)
+    launch = launch_on(out.device, kernel, (tile, sizes, group, queries, parts, turned, *own.values()), constants)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
     scratch = scratch_of(out, pairs * parts, splits, tickets, group * cdiv(queries, parts))
     return launch, (pairs * parts, splits), (cache, sequences, out, scratch, sequences.pages.shape[1])
+
+
+def is_turned(head_dim: int, cache_bytes: int, out_bytes: int, caps: Capabilities) -> bool:
+    """True if keys are multiplied by few queries, not queries by keys.
+
+    With heads of 256 the other form spills registers. With heads of 128 both have room, and 128 sequences of 1,024 tokens take
+    83 us in this form on an H200, 67 in the other one.
+    """
+    return head_dim > 128 and caps.arch.startswith("sm_") and cache_bytes == 2 and out_bytes <= 2
 
 
 def parts_of(group: int, queries: int, pairs: int) -> int:
@@ -290,15 +315,17 @@ def tile_of(
     queries: int = 1,
     parts: int = 1,
     q_heads: int = 0,
+    turned: bool = False,
 ) -> DecodeTile:
     """Compile-time sizes of a program with ``group`` query heads of ``D`` elements.
 
     queries, parts  new tokens of a sequence, and the programs that share them out; q_heads: a rank's query heads
+    turned          the tile has TURNED_ROWS rows where they hold the query heads of one token
     """
     at_once = cdiv(queries, parts)
     group *= at_once
     few = next_power_of_2(group)
-    rows = max(MIN_ROWS.value, few)
+    rows = TURNED_ROWS if turned and at_once == 1 and few <= TURNED_ROWS else max(MIN_ROWS.value, few)
     if at_once > 1 and rows > MIN_ROWS.value:
         rows = max(MOST_ROWS, rows)
     return DecodeTile(

@@ -162,12 +162,13 @@ def attend(
     return ops.sigmoid_mul(rows, gate, fp8=_elementwise_format(w.last_matrix, rows.dtype, rows.shape[1]))
 
 
-def _delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor:
+def _delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, kept: ops.DeltaSlots) -> Tensor | Fp8:
     """``weft.parallel.delta_net.delta_net``: one launch of a decode step, five of a prefill."""
     qkv, z, gates = parts_of(projected, w)
     if not step.is_prefill:
         tokens = ops.DeltaTokens(step.lengths, step.state_slots, step.state_pending, step.most_pending)
-        return ops.gated_delta_net_step(qkv, z, gates, w.conv, (w.norm.weight, w.norm.eps), kept, tokens)
+        options = {"fp8": rows_for(w.o, z.dtype)}
+        return ops.gated_delta_net_step(qkv, z, gates, w.conv, (w.norm.weight, w.norm.eps), kept, tokens, **options)
     mixed = ops.causal_conv1d(qkv, w.conv, kept.inputs, step.state_chunks)
     out = ops.gated_delta_rule(mixed, gates, kept.state, step.state_chunks)
     return ops.rms_norm_gated(out, z, w.norm.weight, w.norm.eps).flatten(1)

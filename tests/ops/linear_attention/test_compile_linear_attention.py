@@ -8,6 +8,7 @@ import torch
 from tests import compiling
 from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes
 from tests.ops.test_compile_layer_kernels import FP32, INTS, caps_of, check_compiles, check_machine_code
+from weft.kernels.fp8 import RowFormat, rows_argument
 from weft.ops.linear_attention import causal_conv1d as conv
 from weft.ops.linear_attention import gated_delta_net_step as step
 from weft.ops.linear_attention import gated_delta_rule as delta
@@ -28,7 +29,7 @@ def parts_of(sizes, dtype):
     return delta.Prepared(x, FP32, *(torch.zeros(shape, dtype=dtype) for shape in shapes))
 
 
-def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None, heads=(2, 8)):
+def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None, heads=(2, 8), fp8=None):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     sizes, gates, parts = DeltaSizes(*heads, D, V or D), Gates(x, x, FP32, FP32), delta.Prepared(x, FP32, x, x, x, x, x)
     options = {"arch": arch, **launch_options(caps)}
@@ -50,7 +51,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None, heads=(2, 
             constants = {"SIZES": sizes, "TAPS": 4, "RING": most + 3, "QUERIES": queries}
             constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
             places = step.DeltaSlots(x, x, FP32), step.DeltaTokens(INTS, INTS, INTS if queries > 1 else None)
-            arguments = *given, *given, gates, strides, x, x, *places, x, x, 0.1, 1e-6
+            arguments = *given, *given, gates, strides, x, x, *places, x, x, 0.1, 1e-6, fp8
             options |= step.step_options(sizes, caps)
             return compiled(step.gated_delta_net_step_kernel, *arguments, **constants, **options)
         case "norm":
@@ -120,6 +121,18 @@ def test_a_descriptor_that_is_not_whole_is_found(monkeypatch):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_steps_with_drafts_spill_few_registers(arch, tmp_path):
     assert stack_bytes(built("step", arch, queries=4), tmp_path) <= 80
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize(("arch", "spilled"), [("sm_90", 56), ("gfx942", None)])
+def test_steps_whose_rows_are_in_fp8_compile_and_fit(arch, spilled, tmp_path):
+    x = torch.zeros(16, dtype=torch.bfloat16)
+    fp8 = rows_argument(torch.zeros(40, 24).t(), RowFormat("group"), x.dtype, 128)
+    kernel = built("step", arch, heads=(8, 24), fp8=fp8)
+    assert kernel.metadata.shared <= SHARED[arch]
+    if spilled is not None:
+        assert stack_bytes(kernel, tmp_path) <= spilled
+        assert "e4m3x2" in kernel.asm["ptx"]
 
 
 @pytest.mark.triton_internals

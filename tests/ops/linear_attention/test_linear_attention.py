@@ -7,7 +7,8 @@ import weft
 from tests.ops.checking import assert_close, check, inputs_of, run_cases
 from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated, random
 from weft import ops
-from weft.ops.case import BF16, FP32, Case
+from weft.kernels.fp8 import Fp8, RowFormat
+from weft.ops.case import BF16, FP32, Case, agreed
 from weft.ops.linear_attention import causal_conv1d, gated_delta_net_step, gated_delta_rule, rms_norm_gated
 from weft.ops.op import find_op
 
@@ -266,8 +267,8 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
             result = changed.forward(*given, 1e-6)
         elif kind == "gated_delta_net_step":
             kept, (qkv, z, *gates, conv, norm) = mutant.DeltaSlots(*(x.clone() for x in given[8:])), given[:8]
-            out = changed.forward(qkv, z, ops.Gates(*gates), conv, norm, 1e-6, kept, mutant.tokens_of(case))
-            result = out, *kept
+            arguments = qkv, z, ops.Gates(*gates), conv, norm, 1e-6, kept, mutant.tokens_of(case)
+            result = changed.forward(mutant.StepArguments(*arguments)), *kept
         else:
             given[-1] = given[-1].clone()
             given[1:-1] = [ops.Gates(*given[1:-1])] if "delta" in kind else given[1:-1]
@@ -276,6 +277,36 @@ def test_a_planted_mistake_is_found(name, module, old, new, fields, tmp_path):
 
     with pytest.raises(AssertionError, match="wrong"):
         weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("row * fp8.row + head * fp8.column", "row * fp8.row"),
+        ("row * fp8.row + head * fp8.column", "begin * fp8.row + head * fp8.column"),
+        ("size = tl.abs(gated.to(", "size = tl.abs(normed.to("),
+        ("scale_for(tl.max(tl.max(", "scale_for(tl.min(tl.max("),
+    ],
+)
+def test_a_planted_mistake_of_rows_in_fp8_is_found(old, new, tmp_path):
+    """Other scales than those of the heads, or in another place; rows equal rounded rows of 16 bits without it."""
+    fields = ("ring", 9), ("lengths", ((5, 2), (0, 0))), ("fp8_rows", "group")
+    case = Case(op="gated_delta_net_step", world_size=1, dtype=BF16, sizes=(2, 4, 16, 128, 4, 3), fields=fields)
+    weft.simulate(run_cases, 1, args=([case], 1))
+    mutant = mutated(gated_delta_net_step, old, new, "mutant_of_rows_in_fp8", tmp_path)
+
+    def main(team):
+        qkv, z, *gates, conv, norm = inputs_of(case, 0)[:8]
+        outs = []
+        for format in (None, RowFormat("group")):
+            kept = mutant.DeltaSlots(*(x.clone() for x in inputs_of(case, 0)[8:]))
+            arguments = qkv, z, ops.Gates(*gates), conv, norm, 1e-6, kept, mutant.tokens_of(case)
+            outs.append(mutant.GATED_DELTA_NET_STEP.run(mutant.StepArguments(*arguments), format))
+        new = mutant.tokens_of(case).lengths > 0
+        plain, (rows, scales) = outs
+        return agreed(plain[new], Fp8(rows[new], scales[new]), RowFormat("group")).isfinite().all().item()
+
+    assert weft.simulate(main, 1) == [False]
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -18,7 +18,20 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    by_given_scale,
+    by_scale,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_parts,
+    rows_argument,
+    scale_for,
+)
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.linear_attention.causal_conv1d import check_convolution, convolved, rows_before
 from weft.ops.linear_attention.delta_rule import (
     L2_EPS,
@@ -32,8 +45,8 @@ from weft.ops.linear_attention.delta_rule import (
 )
 from weft.ops.linear_attention.gated_delta_rule import delta_inputs
 from weft.ops.linear_attention.sequence_chunks import check_columns
-from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
+from weft.ops.op import Op, define, register
 from weft.ops.registration import check_count, check_scalar
 from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import Capabilities, launch_options
@@ -148,7 +161,7 @@ def sum_over_keys(x):
 
 @triton.jit
 def gated_delta_net_step_kernel(
-    qkv, stride, z, z_stride, gates, strides, conv, norm, kept, tokens, mixed, out, scale, eps, SIZES: tl.constexpr,
+    qkv, stride, z, z_stride, gates, strides, conv, norm, kept, tokens, mixed, out, scale, eps, fp8, SIZES: tl.constexpr,
     TAPS: tl.constexpr, RING: tl.constexpr, QUERIES: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """New tokens of one sequence and value head, after the pending ones: the module has the equations.
@@ -158,6 +171,7 @@ def gated_delta_net_step_kernel(
     conv [columns, TAPS], norm [V], out [sequences * QUERIES, value heads, V]; kept, tokens: ``DeltaSlots``, ``DeltaTokens``
     mixed  [sequences, value heads, MOST, 2 * K + V]: of each token k, q and v after the convolution, written and read by one
            program
+    fp8    ``Fp8Rows`` of ``out`` as rows of V elements a value head, whose groups are the heads; else None
     SOME, MOST  powers of two: at least QUERIES, and at least QUERIES and the most pending tokens
 
     signals, waits  none, except the wait for the previous kernel, after which inputs, ``pending`` and earlier steps' states
@@ -233,7 +247,16 @@ def gated_delta_net_step_kernel(
             result = sum_over_keys(S * q).to(dtype).to(tl.float32)
             squares = tl.sum(tl.sum(result * result, 1), 0)
             normed = result * tl.rsqrt(squares / V + eps) * tl.load(norm + value).to(tl.float32)
-            tl.store(out + (row * H + head) * V + value, (normed * gate * tl.sigmoid(gate)).to(dtype))
+            gated, at = (normed * gate * tl.sigmoid(gate)).to(dtype), (row * H + head) * V + value
+            if fp8 is None:
+                tl.store(out + at, gated)
+            elif fp8.group == 0:
+                tl.store(out + at, by_given_scale(gated, tl.load(fp8.scales)))
+            else:
+                size = tl.abs(gated.to(tl.float32))
+                of_head = scale_for(tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0))
+                tl.store(fp8.scales + row * fp8.row + head * fp8.column, of_head)
+                tl.store(out + at, by_scale(gated.to(tl.float32), of_head))
             tl.store(its_rates, a)
             tl.store(its_rates + H, b)
 
@@ -246,7 +269,9 @@ def gated_delta_net_step(
     norm: tuple[torch.Tensor, float],
     kept: DeltaSlots,
     tokens: DeltaTokens,
-) -> torch.Tensor:
+    *,
+    fp8: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """A gated delta net between its projections, of few new tokens of each of B sequences.
 
     qkv     [T, 2 * key heads * K + value heads * V] before the convolution, fp16, bf16 or fp32: heads of q, of k, and of v. T
@@ -257,6 +282,8 @@ def gated_delta_net_step(
     norm    weight [V] and epsilon of the RMSNorm of each head
     kept    the sequences' states, read and written in place: after the first new token of a sequence, with the inputs of all
     tokens  which rows and slots are whose, and how many tokens each state has yet to take
+    fp8     rows of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of the weight that
+            follows. By a kernel more with a scale for each token, and with scales of groups unless V is 128
 
     Returns [T, value heads * V] of qkv's dtype. qkv, z, a and b may be columns of a wider tensor. Tokens that turn out wrong
     are not counted in ``pending`` the next time, and the next tokens are kept in their place.
@@ -290,7 +317,25 @@ def gated_delta_net_step(
             f"{name}: kept.inputs has {ring} rows of a sequence; {new} new tokens, most_pending={most} and a convolution over "
             f"{conv.shape[1]} need {needed}"
         )
-    return GATED_DELTA_NET_STEP.dispatch(qkv, z, gates, conv, weight, eps, kept, tokens)
+    given = StepArguments(qkv, z, gates, conv, weight, eps, kept, tokens)
+    if fp8 is None:
+        return GATED_DELTA_NET_STEP.dispatch(given)
+    check_row_format(name, fp8, qkv.device)
+    check_dtype(name, qkv.dtype)
+    return fp8_of(*_FP8.dispatch(given, fp8), fp8)
+
+
+class StepArguments(NamedTuple):
+    """Arguments of gated_delta_net_step. norm, eps: of the RMSNorm of each head."""
+
+    qkv: torch.Tensor
+    z: torch.Tensor
+    gates: Gates
+    conv: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    kept: DeltaSlots
+    tokens: DeltaTokens
 
 
 def _norm_of(op: str, norm: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, float]:
@@ -376,7 +421,14 @@ class GatedDeltaNetStep(Op):
         kept = DeltaSlots(*(x.clone(memory_format=torch.contiguous_format) for x in kept))
         tokens = tokens_of(case).to(qkv.device)
         qkv, z = (torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in (qkv, z))  # columns of a wider tensor
-        out = gated_delta_net_step(qkv, z, Gates(a, b, A_log, dt_bias), conv, (norm, CASES_EPS), kept, tokens)
+        arguments = qkv, z, Gates(a, b, A_log, dt_bias), conv, (norm, CASES_EPS)
+        again = DeltaSlots(*(x.clone() for x in kept))
+        out = gated_delta_net_step(*arguments, kept, tokens)
+        if format := format_of(case, out):
+            new = tokens.lengths > 0
+            rows = gated_delta_net_step(*arguments, again, tokens, fp8=format)
+            part = Fp8(rows.data[new], rows.scales[new] if rows.scales.numel() > 1 else rows.scales)
+            out[new] = agreed(out[new], part, format)
         out = torch.where((tokens.lengths > 0)[:, None], out, 0)
         return out, kept.inputs, kept.rates, kept.state.to(case.dtype)
 
@@ -389,6 +441,10 @@ class GatedDeltaNetStep(Op):
                 ((2, 4, 64, 16, 3, 5), 11, ((1, 0), (-1, 0), (4, 4))),
             ):
                 yield self.case_of(sizes, dtype, 1, ring=ring, lengths=lengths)
+        for kind in ("group", "token", "static"):
+            lengths = (5, 2), (0, 0), (14, 3)
+            yield self.case_of((2, 4, 32, 128, 4, 3), BF16, 1, ring=9, lengths=lengths, fp8_rows=kind)
+        yield self.case_of((1, 8, 16, 16, 4, 1), BF16, 1, ring=4, lengths=((7, 0), (1, 0)), fp8_rows="group")
 
     def large_cases(self) -> Iterator[Case]:
         sequences = tuple((7 * at, at % 4 if at else 0) for at in range(33))
@@ -408,34 +464,53 @@ class GatedDeltaNetStep(Op):
                 f"most_pending={given['most_pending']}, or more than the tokens before"
             )
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        gates: Gates,
-        conv: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        kept: DeltaSlots,
-        tokens: DeltaTokens,
-    ) -> torch.Tensor:
-        out, sizes = self.fake(qkv, z, gates, conv, norm, eps, kept, tokens), sizes_of(qkv, kept.state)
+    def forward(self, given: StepArguments) -> torch.Tensor:
+        return self.run(given)
+
+    def run(
+        self, given: StepArguments, format: RowFormat | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``gated_delta_net_step`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
+        qkv, z, gates, conv, norm, eps, kept, tokens = given
+        sizes, fp8 = sizes_of(qkv, kept.state), None
+        by_groups = format is not None and format.kind == "group"
+        if (by_groups and COLUMNS.value != sizes.V) or (format is not None and format.kind == "token"):
+            return quantized_parts(self.run(given), format, capabilities_of(qkv.device))
+        if format is None:
+            out = scales = self.fake(given)
+        else:
+            out, scales = empty_rows(z, *z.shape, format)
+            fp8 = rows_argument(scales, format, z.dtype, COLUMNS.value)
         if out.numel() > 0:
             taps, ring, queries = conv.shape[1], kept.inputs.shape[1], tokens.queries
             most = queries + (0 if tokens.pending is None else tokens.most_pending)
             constants = {"SIZES": sizes, "TAPS": taps, "RING": ring, "QUERIES": queries}
             constants |= {"SOME": next_power_of_2(queries), "MOST": next_power_of_2(most)}
-            given = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
+            rows = qkv, qkv.stride(0), z, z.stride(0), *kernel_gates(gates), conv.contiguous(), norm.contiguous()
             places = tokens.mapped(torch.Tensor.contiguous)
             options = step_options(sizes, capabilities_of(qkv.device))
             grid, shape = (sizes.value_heads, len(tokens.slots)), (constants["MOST"], 2 * sizes.K + sizes.V)
             mixed = qkv.new_empty((len(tokens.slots), sizes.value_heads, *shape))
-            arguments = *given, kept, places, mixed, out, sizes.K**-0.5, eps
+            arguments = *rows, kept, places, mixed, out, sizes.K**-0.5, eps, fp8
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
-        return out
+        return out if format is None else (out, scales)
 
-    def fake(self, qkv, z, gates, conv, norm, eps, kept, tokens):
-        return z.new_empty(z.shape)
+    def fake(self, given):
+        return given.z.new_empty(given.z.shape)
+
+
+class GatedDeltaNetStepFp8(Op):
+    """GatedDeltaNetStep with rows in fp8: a torch op by itself, since it has two results."""
+
+    name = alias = "gated_delta_net_step_fp8"
+    mutates = GatedDeltaNetStep.mutates
+
+    def forward(self, given: StepArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        check_e4m3("gated_delta_net_step", capabilities_of(given.qkv.device))
+        return GATED_DELTA_NET_STEP.run(given, format)
+
+    def fake(self, given, format):
+        return empty_rows(given.z, *given.z.shape, format)
 
 
 def step_options(sizes: DeltaSizes, caps: Capabilities) -> dict[str, Any]:
@@ -467,3 +542,5 @@ def tokens_of(case: Case) -> DeltaTokens:
 
 GATED_DELTA_NET_STEP = GatedDeltaNetStep()
 register(GATED_DELTA_NET_STEP)
+_FP8 = GatedDeltaNetStepFp8()
+define(_FP8)

@@ -12,6 +12,7 @@ from weft.engine.speculation.drafting import TRIAL_STEPS, DraftLength
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.engine.speculation.verify import VerifyGraph
 from weft.ops.vocab.ngram_drafts import look_up
+from weft.predict import drafts
 
 PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
@@ -203,6 +204,23 @@ def test_draft_length_follows_acceptance_and_the_batch():
     lengths = [bad.choose(1) for _ in range(2 * TRIAL_STEPS)]
     assert lengths.count(0) == len(lengths) - 2 and lengths[TRIAL_STEPS - 1] == 1
     assert good.counts.accepted_per_pos[0] == 800 and good.counts.draft_tokens == 200 * 24
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_all_ranks_have_the_times_of_their_buckets(byte_model, monkeypatch, method):
+    speculative = {"method": method, "num_speculative_tokens": 3, "adaptive": True}
+    speculative |= {"model": str(byte_model)} if method == "draft_model" else {}
+
+    def main(team):
+        runner = (engine := Engine(byte_model, team, mode="torch", max_batch=6, speculative=speculative)).batch.runner
+        return runner.buckets, engine.batch.draft_length._times
+
+    for buckets, times in (by_rank := weft.simulate(main, 2)):
+        assert times == by_rank[0][1] and list(times) == buckets == [1, 2, 4, 6]
+        assert all(begin > 0 and slope > 0 for lines in times.values() for begin, slope in lines)
+        assert all(len(lines) == 4 for lines in times.values())
+    monkeypatch.setattr(drafts, "is_known", lambda gpu: False)
+    assert weft.simulate(main, 1)[0][1] is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from weft.engine.runner import Runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import Entry, SlotState
 from weft.engine.snapshots import Snapshots
-from weft.engine.speculation.drafting import DraftLength, Speculation
+from weft.engine.speculation.drafting import DraftLength, Speculation, StepTimes
 from weft.text.grammars import Guide
 
 
@@ -66,7 +66,8 @@ class Batch:
     step in flight over stages reach all stages within the next step, or by `settle`.
     """
 
-    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig, times: StepTimes | None = None) -> None:
+        """`times`: of the runner's buckets, by which draft lengths are chosen; None: as of DraftLength."""
         self.runner, self.team = runner, runner.team
         # The whole model's window: all stages of a pipeline have the same pages.
         window = runner.model.config.attention.longest_window
@@ -83,7 +84,7 @@ class Batch:
             if runner.snapshots > 0
             else None,
         )
-        self.draft_length = None if config.speculative is None else DraftLength(config.speculative)
+        self.draft_length = None if config.speculative is None else DraftLength(config.speculative, times)
         self._drafting: dict[int, Sequence] = {}  # sequences that the drafter has, by slot
         # Steps by which tokens reach the host late. Over stages on virtual ranks too: a step in flight has no tokens yet.
         self._steps_late = 1 if self.team.device.type == "cuda" or runner.pipeline.stages > 1 else 0
@@ -110,7 +111,9 @@ class Batch:
         """
         ranges = self.scheduler.next_chunk()
         first = self._read(ranges) if ranges else []
-        drafts = 0 if self.draft_length is None else self.draft_length.choose(self.scheduler.running)
+        drafts = 0
+        if self.draft_length is not None:
+            drafts = self.draft_length.choose(self.runner.bucket(self.scheduler.running), self.scheduler.mean_context)
         decoding = self.scheduler.next_decode(drafts)
         if decoding is None or not decoding.sequences:
             self.settle()

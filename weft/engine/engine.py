@@ -33,7 +33,8 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
-from weft.engine.speculation.loading import load_draft
+from weft.engine.speculation.drafting import StepTimes
+from weft.engine.speculation.loading import Draft, load_draft
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -126,7 +127,8 @@ class Engine:
         agree(team)  # on the measured constants of this GPU, before the first plan
         draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
         searching = partial(_search, config=config) if config.tune_seconds else None
-        self.batch = Batch(Runner(self.model, config, pipeline, draft, searching), config)
+        runner = Runner(self.model, config, pipeline, draft, searching)
+        self.batch = Batch(runner, config, _step_times(runner, draft, config))
         logger.debug("start: rank %d has its cache", team.rank)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
@@ -400,6 +402,16 @@ def _search(runner: Runner, config: EngineConfig) -> None:
     from weft.tune.engine_search import search
 
     search(runner, config)
+
+
+def _step_times(runner: Runner, draft: Draft | None, config: EngineConfig) -> StepTimes | None:
+    """Times of decode steps by which draft lengths are chosen; None where there is nothing to choose."""
+    if config.speculative is None or not config.speculative.adaptive:
+        return None
+    # weft.predict lies above the engine: loaded where an engine chooses by it.
+    from weft.predict.drafts import step_times
+
+    return step_times(runner.model, draft, config.speculative, runner.buckets)
 
 
 def check_model(model: object) -> None:

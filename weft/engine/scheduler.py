@@ -101,6 +101,11 @@ class Scheduler:
         """Number of sequences that decode."""
         return len(self._running)
 
+    @property
+    def mean_context(self) -> float:
+        """Mean number of cached tokens of the sequences that decode."""
+        return sum(sequence.cached for sequence in self._running) / max(1, len(self._running))
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or is cancelled, waiting or not; its pages are free at once."""
         sequence.done = True

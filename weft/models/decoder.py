@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         layout = _expert_layout(config, expert_layout, team)
         _check_dtype(config, dtype, team)
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
-        self.fused = fused
+        self.fused, self.expert_layout = fused, layout
         self._sizes = layer_of(config, team.size, layout == "slices", dtype.itemsize)
         self.adapters: tuple[str, ...] = ()
         if self.mode == "invariant":

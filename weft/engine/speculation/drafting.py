@@ -88,35 +88,49 @@ class Speculation(NamedTuple):
 RECENT = 0.05
 # Acceptance of a first draft before any is measured; of later ones its powers.
 ASSUMED = 0.7
-# Rows of a pass up to which weights take longer to load than to multiply: an H200 has 206 multiplications for an element of 16
-# bits that it loads, and one of 8 bits.
+# Where no time is predicted: rows of a pass up to which weights take longer to load than to multiply (an H200 has 206
+# multiplications for an element of 16 bits that it loads, and one of 8 bits), and the share of a decode step that a drafted
+# token costs beside its rows: look-up, attention and choice.
 FREE_ROWS = 128
-# Share of a decode step that a drafted token costs beside its rows: look-up, attention and choice.
 DRAFT_COST = 0.02
 # Steps between two trials while speculation is off.
 TRIAL_STEPS = 64
 
 
+# Predicted steps by batch, for each draft length: seconds of one after no tokens, and further seconds for each token that a
+# sequence has before it.
+StepTimes = Mapping[int, Sequence[tuple[float, float]]]
+
+
 class DraftLength:
     """Choice of the draft length of each step, and counts.
 
-    A function of the tokens alone, so all ranks choose alike.
+    A function of tokens, and of times that are equal on all ranks, so all ranks choose alike.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, times: StepTimes | None = None) -> None:
+        """`times`: of all batches that `choose` gets; None: nothing is known of the GPU."""
         most = config.num_speculative_tokens
-        self._lengths = config.lengths
+        self._lengths, self._times = config.lengths, times
         self._kept = [ASSUMED ** (place + 1) for place in range(most)]
         self._accepted = [0] * most
         self._drafts = self._draft_tokens = self._off = self._length = 0
 
-    def choose(self, batch: int) -> int:
-        """Draft length of the next step, of `batch` sequences."""
-        self._length = max(self._lengths, key=lambda length: self._tokens(length) / _cost(batch, length))
+    def choose(self, batch: int, context: float = 0.0) -> int:
+        """Draft length of the next step, of `batch` sequences with a mean number of tokens."""
+        costs = self._costs(batch, context)
+        self._length = max(self._lengths, key=lambda length: self._tokens(length) / costs[length])
         self._off = 0 if self._length > 0 else self._off + 1
         if self._off == TRIAL_STEPS:
             self._length, self._off = self._lengths[1], 0
         return self._length
+
+    def _costs(self, batch: int, context: float) -> dict[int, float]:
+        """Times of a step by draft length, over any unit."""
+        if self._times is None:
+            return {length: _cost(batch, length) for length in self._lengths}
+        lines = zip(self._lengths, self._times[batch], strict=True)
+        return {length: begin + slope * context for length, (begin, slope) in lines}
 
     def _tokens(self, length: int) -> float:
         """Tokens of a sequence that a step of this draft length is expected to give."""

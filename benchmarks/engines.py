@@ -67,7 +67,7 @@ class Setting:
     batches       numbers of prompts that are measured
     drafts        tokens that the model's MTP head drafts in a step; 0: none
     acceptance    tokens of a step on average, drawn after a real verify step, since random weights accept nothing
-    draft_head    what weft's drafts are chosen by (SpeculativeConfig)
+    draft_head, adaptive  of weft's SpeculativeConfig
     options       further arguments of the engine
     """
 
@@ -78,7 +78,13 @@ class Setting:
     drafts: int
     acceptance: float
     draft_head: str
+    adaptive: bool
     options: dict[str, Any]
+
+    @property
+    def of_weft(self) -> dict[str, Any]:
+        """Options of drafts that weft alone has, {} without drafts."""
+        return {"adaptive": self.adaptive, "draft_head": self.draft_head} if self.drafts else {}
 
     def speculative(self, name: str, **more: Any) -> dict[str, Any]:
         """The argument by which an engine speculates, {} without drafts."""
@@ -92,7 +98,7 @@ def weft_engine(setting: Setting) -> Generate:
     llm = weft.LLM(
         DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH,
         max_batch=max(setting.batches), prefix_caching=False, quantization=setting.quantization,
-        **setting.speculative("speculative", adaptive=False, draft_head=setting.draft_head), **setting.options,
+        **setting.speculative("speculative", **setting.of_weft), **setting.options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
@@ -269,7 +275,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     report = {
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
         "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
-        **({"draft_head": setting.draft_head} if engine == "weft" and setting.drafts else {}),
+        **(setting.of_weft if engine == "weft" else {}),
         "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
         "repeats": chosen.repeats, "options": setting.options, "rows": [],
@@ -329,6 +335,10 @@ def main() -> None:
         "--drafts", type=int, default=0, help="tokens that the MTP head drafts in a step, with random weights"
     )
     one.add_argument("--draft-head", default="model", help="of weft, with --drafts: model or fp8")
+    one.add_argument(
+        "--adaptive", action="store_true",
+        help="of weft: as many drafts up to --drafts as pay; stated acceptance is of the first drafts, so fewer keep it",
+    )  # fmt: skip
     one.add_argument("--acceptance", type=float, default=1.0, help="tokens of a step on average, with --drafts")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no fourth call begins")
@@ -345,7 +355,7 @@ def main() -> None:
     setting = Setting(
         model=chosen.model, world_size=chosen.world_size, quantization=chosen.quantization, options=chosen.options,
         batches=[int(case.split("x")[0]) for case in chosen.cases.split(",")], drafts=chosen.drafts,
-        acceptance=chosen.acceptance, draft_head=chosen.draft_head,
+        acceptance=chosen.acceptance, draft_head=chosen.draft_head, adaptive=chosen.adaptive,
     )  # fmt: skip
     try:
         run(chosen.engine, setting, chosen)

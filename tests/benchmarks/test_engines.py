@@ -111,6 +111,7 @@ def started(monkeypatch, model, **more):
         "drafts": 0,
         "acceptance": 1.0,
         "draft_head": "model",
+        "adaptive": False,
         "options": {},
     }
     engines.sglang_engine(engines.Setting(model=model, **{**setting, **more}))([[3, 4], [5, 6]], 65)

@@ -75,6 +75,8 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     speculation = f", {drafts} drafts of its MTP head, {ours['acceptance']} tokens a step" if drafts else ""
     if ours.get("draft_head") == "fp8":
         speculation += ", weft's drafts by the head in fp8"
+    if ours.get("adaptive"):
+        speculation += ", of weft as many as pay"
     lines = [
         f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {ours['world_size']} x {ours['device']}", "",
         "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + "".join(

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import weft
+from tests.engine.conftest import CONFIG
 from tests.engine.draft_heads import (
     PlainEagle3,
     PlainMtp,
@@ -19,6 +20,7 @@ from tests.engine.draft_heads import (
 from tests.engine.test_speculative import PROMPTS, Oracle, sequences_of
 from tests.fp8_checkpoints import dequantized, quantized, rounded
 from weft.engine import Engine, SamplingParams
+from weft.models import Qwen3Config
 from weft.models.mtp_layouts import LAYOUTS
 from weft.runtime.arithmetic import cdiv
 
@@ -179,6 +181,26 @@ def test_an_mtp_head_drafts_by_a_copy_of_the_head_in_fp8(target, tmp_path, world
         assert_drafted(noted, head, reference)
         by_model = [drafts_after(of_model, reference, tokens, len(of), one) for tokens, one, of in noted]
         assert world_size > 1 or by_model != [of for _, _, of in noted], "some drafts are others"
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_random_mtp_layer_has_the_format_of_the_models_layers(quantization):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = Qwen3Config.from_dict(CONFIG | sizes | {"head_dim": 64, "torch_dtype": "bfloat16"})
+
+    def main(team):
+        options = {"mode": "reference", "page_size": 16, "quantization": quantization}
+        answers, heads = [], []
+        for speculative in (None, MTP):
+            engine = Engine(model, team, speculative=speculative, **options)
+            answers.append([one.token_ids for one in engine.generate([[5, 9, 200]] * 2, max_tokens=6)])
+            heads.append(engine.batch.runner.verifying and engine.batch.runner.verifying.drafter.head)
+        return answers, [x.dtype for x in heads[1].body.parameters() if x.ndim == 2], heads[1].eh_proj.dtype
+
+    for (plain, drafting), matrices, joining in weft.simulate(main, 2):
+        assert plain == drafting and joining == torch.bfloat16
+        assert (torch.float8_e4m3fn in matrices) == (quantization == "fp8")
+        assert (torch.bfloat16 in matrices) == (quantization is None)
 
 
 @pytest.mark.parametrize(

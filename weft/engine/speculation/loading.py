@@ -47,7 +47,10 @@ def load_draft(
         return None
     if speculative.method == "mtp":
         options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
-        head = Mtp(model, **options).fill_dummy() if checkpoint is None else Mtp.of(checkpoint, model, **options)
+        if checkpoint is None:  # as published heads of quantized models are
+            head = Mtp(model, quantized=model.config.quantization is not None, **options).fill_dummy()
+        else:
+            head = Mtp.of(checkpoint, model, **options)
         if speculative.draft_head == "fp8":
             check_e4m3('draft_head="fp8"', model.team.caps)
             head.choose_in_fp8()

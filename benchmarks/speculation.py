@@ -1,7 +1,10 @@
 """Times of speculation: verify steps over decode steps, attention of several new tokens, host time of a step.
 
-python -m benchmarks.speculation OUT.json [--model qwen3-32b] [--world-size 2] [--only steps,attention,host]
+python -m benchmarks.speculation OUT.json [--model qwen3-32b] [--world-size 2] [--only attention,host,heads,steps]
+    [--heads qwen3.6-27b,qwen3-32b]
 
+heads      one pass of what drafts, in a CUDA graph, over the time in which its weights are read: of each model in --heads its
+           MTP head, that with a head in fp8, an EAGLE-3 head of 32,000 tokens, and a small model where there is one
 steps      a decode step with 3 drafts and without, in CUDA graphs, of random weights; the drafts are one token again and again
 attention  paged_attention of 4 new tokens a sequence, of one, and of 4 as sequences that share pages, in CUDA graphs
 host       wall time of a step of 64 sequences of a model so small that the host decides it
@@ -10,9 +13,11 @@ host       wall time of a step of 64 sequences of a model so small that the host
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +25,27 @@ import torch
 
 import weft
 from weft import ops
+from weft.costs.gpu import gpu_of
 from weft.engine import Engine, SamplingParams
+from weft.engine.graphs import Graphs, without_autograd
+from weft.engine.runner import Runner
 from weft.engine.slots import SlotState
+from weft.engine.speculation.loading import Draft, drafter_of, load_draft
+from weft.engine.speculation.options import SpeculativeConfig
 from weft.engine.speculation.verify import Verify
-from weft.models import DecoderConfig, Qwen3Config
+from weft.models import Decoder, DecoderConfig, Qwen3Config
+from weft.models.checkpoint import Checkpoint
+from weft.models.eagle3 import Eagle3Config
+from weft.models.mtp import Mtp
 from weft.runtime.files import put
 
 DRAFTS, BATCHES, CONTEXT = 3, (1, 8, 32), 1024
 # Sequences and tokens of attention.
 SIZES = ((32, 4096), (8, 4096), (1, 4096), (1, 32768))
 SPECULATIVE = {"num_speculative_tokens": DRAFTS, "adaptive": False}
+LONGEST, PAGE = 2048, 64
+# Small models of the same vocabulary.
+SMALL = {"qwen3-32b": "qwen3-0.6b"}
 
 
 class OneToken:
@@ -85,24 +101,21 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def steps(team: weft.Team, model: str) -> list[dict[str, Any]]:
     """Times of steps by batch, on the slowest rank."""
     engine = Engine(
-        DecoderConfig.named(model), team, max_batch=max(BATCHES), max_seq_len=2048, speculative=SPECULATIVE, warn=False
+        DecoderConfig.named(model),
+        team,
+        max_batch=max(BATCHES),
+        max_seq_len=LONGEST,
+        speculative=SPECULATIVE,
+        warn=False,
     )
     runner, rows = engine.batch.runner, []
     lookup = runner.verifying.drafter
-    pages = runner.slots.table.shape[1]
     for batch in BATCHES:
-        params = SamplingParams()
         row = {"batch": batch, "context": CONTEXT}
         sizes = {"decode": batch, "no drafts": Verify(batch, 0), f"{DRAFTS} drafts": Verify(batch, DRAFTS)}
         runner.verifying.drafter = OneToken(max(BATCHES), team.device)
         for name, size in sizes.items():
-            begins = {slot: 1 + slot * pages for slot in range(batch)}
-            runner.slots.send(
-                {
-                    slot: SlotState(position=CONTEXT, pages=list(range(at, at + pages)), params=params, last=2000)
-                    for slot, at in begins.items()
-                }
-            )
+            fill_slots(runner, batch)
             runner.replay(size)
             team.barrier()
             row[name] = max(team.exchange(median_us(lambda size=size: runner.replay(size))))
@@ -113,6 +126,78 @@ def steps(team: weft.Team, model: str) -> list[dict[str, Any]]:
         rows.append(row)
         runner.slots.send(dict.fromkeys(range(batch)))
     return rows
+
+
+def fill_slots(runner: Runner, batch: int) -> None:
+    """Put sequences of CONTEXT tokens into slots 0 .. batch - 1."""
+    pages, params = runner.slots.table.shape[1], SamplingParams()
+    begins = {slot: 1 + slot * pages for slot in range(batch)}
+    runner.slots.send(
+        {
+            slot: SlotState(position=CONTEXT, pages=list(range(at, at + pages)), params=params, last=LONGEST - 48)
+            for slot, at in begins.items()
+        }
+    )
+
+
+def drafters_of(model: str) -> dict[str, dict[str, Any]]:
+    """Options of SpeculativeConfig of what drafts beside a model, by name."""
+    eagle3 = Eagle3Config(sizes=replace(DecoderConfig.named(model), num_hidden_layers=1), draft_vocab_size=32000)
+    found: dict[str, dict[str, Any]] = {
+        "mtp": {"method": "mtp"},
+        "mtp, fp8 head": {"method": "mtp", "draft_head": "fp8"},
+    }
+    if eagle3.sizes.linear_attention is None:
+        found["eagle3"] = {"method": "eagle3", "model": eagle3}
+    if model in SMALL:
+        found[SMALL[model]] = {"method": "draft_model", "model": DecoderConfig.named(SMALL[model])}
+    return found
+
+
+def heads(team: weft.Team, model: DecoderConfig, drafters: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Times of one pass of each drafter by batch, on the slowest rank, and of reading its weights."""
+    most = max(BATCHES)
+    engine = Engine(
+        model, team, max_batch=most, max_seq_len=LONGEST, page_size=PAGE, pages=1 + most * (LONGEST // PAGE), warn=False
+    )
+    runner, rows, memory = engine.batch.runner, [], gpu_of(team.caps).memory
+    fill_slots(runner, most)
+    for name, options in drafters.items():
+        speculative = SpeculativeConfig(**SPECULATIVE, **options)
+        config = replace(engine.config, speculative=speculative)
+        draft = load_draft(config, engine.model, None, None, Checkpoint)
+        drafter = drafter_of(draft, speculative, runner.decoding, LONGEST, LONGEST)
+        drafter.allocate(runner.cache.pages)
+        # The first draft of a head is of the step before.
+        drafts, read = 1 if isinstance(draft, Decoder) else 2, bytes_of(draft)
+        for batch in BATCHES:
+            taken = pass_us(team, lambda batch=batch, drafter=drafter, drafts=drafts: drafter.propose(batch, drafts))
+            us, floor = max(team.exchange(taken)), read / memory
+            rows.append(
+                {"drafter": name, "batch": batch, "us": us, "bytes": read, "bytes us": floor, "ratio": us / floor}
+            )
+    runner.slots.send(dict.fromkeys(range(most)))
+    return rows
+
+
+def pass_us(team: weft.Team, run: Callable[[], Any]) -> float:
+    """Median time of a graph of `run`."""
+    graphs = Graphs(team)
+    with without_autograd(team.device):
+        graphs.capture(("pass", 0), run)
+        return median_us(lambda: graphs.replay(("pass", 0)))
+
+
+def bytes_of(draft: Draft) -> int:
+    """Bytes of the matrices that a pass reads on a rank."""
+    if isinstance(draft, Decoder):
+        tied = draft.lm_head.weight is draft.embed_tokens.weight
+        return sum(x.nbytes for x in draft.parameters()) - (0 if tied else draft.embed_tokens.weight.nbytes)
+    body = sum(x.nbytes for x in draft.body.parameters())
+    if isinstance(draft, Mtp):
+        head = draft.head.weight
+        return body + draft.eh_proj.nbytes + sum(x.nbytes for x in ((head,) if torch.is_tensor(head) else head[:2]))
+    return body + draft.lm_head.weight.nbytes
 
 
 def attention(batch: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -169,7 +254,7 @@ def write(report: dict[str, Any], team: weft.Team, out: str) -> None:
         put(Path(out), json.dumps(report, indent=1) + "\n")
 
 
-def main(team: weft.Team, model: str, only: Sequence[str], out: str) -> dict[str, Any]:
+def main(team: weft.Team, model: str, of_heads: Sequence[str], only: Sequence[str], out: str) -> dict[str, Any]:
     """Report of the parts in `only`; rank 0 writes it to `out` after each, so a part that fails costs no figures."""
     report: dict[str, Any] = {"device": team.caps.device_name, "world_size": team.size, "model": model}
     if "attention" in only:
@@ -178,6 +263,13 @@ def main(team: weft.Team, model: str, only: Sequence[str], out: str) -> dict[str
     if "host" in only:
         report["host"] = host(team)
         write(report, team, out)
+    if "heads" in only:
+        report["heads"] = {}
+        for name in of_heads:
+            report["heads"][name] = heads(team, DecoderConfig.named(name), drafters_of(name))
+            write(report, team, out)
+            gc.collect()
+            torch.cuda.empty_cache()
     if "steps" in only:
         report["steps"] = steps(team, model)
         write(report, team, out)
@@ -189,9 +281,9 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="qwen3-32b")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--only", default="attention,host,steps")
+    parser.add_argument("--only", default="attention,host,heads,steps")
+    parser.add_argument("--heads", default="qwen3.6-27b,qwen3-32b", help="models of the part heads")
     options = parser.parse_args()
-    report = weft.launch(
-        main, options.world_size, "cuda", args=(options.model, options.only.split(","), str(options.out.resolve()))
-    )[0]
+    arguments = options.model, options.heads.split(","), options.only.split(","), str(options.out.resolve())
+    report = weft.launch(main, options.world_size, "cuda", args=arguments)[0]
     print(json.dumps(report, indent=1))

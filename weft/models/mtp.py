@@ -136,8 +136,12 @@ class Mtp(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, by the model's head or its copy."""
-        head = self._copied or self._head.weights
-        return self.body.plan(len(normed)).recipe.local.logits(normed, head)
+        return self.body.plan(len(normed)).recipe.local.logits(normed, self.head)
+
+    @property
+    def head(self) -> VocabWeights:
+        """Head by which drafts are chosen."""
+        return self._copied or self._head.weights
 
     def choose_in_fp8(self) -> None:
         """Choose drafts by a copy of the model's head in blocks of fp8, of its weights as they are now."""

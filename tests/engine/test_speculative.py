@@ -518,6 +518,33 @@ def test_drafts_that_do_not_fit_the_model_are_refused(byte_model, tmp_path):
             EngineConfig(speculative=options)
 
 
+def test_drafts_that_do_not_fit_the_memory_are_named_in_one_line(byte_model, monkeypatch):
+    """The byte model has 0.28 MB of weights: into 0.5 MB it fits alone, and not beside another one."""
+    ask_for = partial(ask, byte_model, PROMPTS[:1], [SamplingParams(max_tokens=2)])
+    drafting = DRAFT_MODEL | {"model": str(byte_model)}
+
+    def too_large(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nA second line")
+
+    def refused(name, value, message):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=message) as error:
+            patch.setattr(name, value)
+            ask_for(speculative=drafting)
+        assert "\n" not in str(error.value) and "ngram" in str(error.value)
+
+    beside = rf"speculative: model={byte_model} does not fit beside the model: "
+    memory = "weft.models.memory.memory_of_this_machine"
+    refused(
+        memory, lambda: 500_000, beside + r"rank 0: .* GB of weights in float32 on each of 1 ranks do not fit into the"
+    )
+    refused("weft.engine.speculation.loading._load_model", too_large, beside + "CUDA out of memory")
+    refused(
+        "weft.engine.runner.VIRTUAL_CACHE_BYTES", 30_000, "the draft of method='draft_model' leaves no memory for two"
+    )
+    monkeypatch.setattr(memory, lambda: 600_000)
+    ask_for(speculative=drafting)
+
+
 @pytest.mark.parametrize("length", [1.0, 2.5, 4.0])
 def test_a_synthetic_acceptance_gives_the_stated_tokens_a_step(byte_model, length):
     """Also where nothing was drafted, and equally on both ranks."""

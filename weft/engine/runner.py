@@ -395,7 +395,8 @@ class Runner:
         if cache.states is not None and config.prefix_caching:
             states += config.state_snapshot_bytes or 0
             page_bytes = int(page_bytes * (1 + (SNAPSHOT_SHARE if config.state_snapshot_bytes is None else 0)))
-        page_bytes += 0 if self.verifying is None else self.verifying.drafter.page_bytes
+        drafts = 0 if self.verifying is None else self.verifying.drafter.page_bytes
+        page_bytes += drafts
         budget = VIRTUAL_CACHE_BYTES
         if self.team.device.type == "cuda":
             budget = cache_budget(config, *memory_of(self.team.device), reserved + states)
@@ -404,6 +405,11 @@ class Runner:
             raise ValueError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization} leaves no memory for the KV cache beside weights and "
                 f"graphs; raise it, or shard the model over more ranks"
+            )
+        if pages < 2 and drafts:
+            raise ValueError(
+                f"speculative: the draft of method={config.speculative.method!r} leaves no memory for two pages of both KV "
+                f"caches; take a smaller draft or method='ngram', or shard the model over more ranks"
             )
         return max(2, pages)
 

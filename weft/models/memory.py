@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype, layers: range) -> None:
+def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype, layers: range, *, taken: int = 0) -> None:
     """ModelTooLarge if a rank's share of these layers' weights alone exceeds its GPU's free memory.
 
-    Virtual ranks share the machine's memory, so there all shares together count.
+    Virtual ranks share the machine's memory, so there all shares together count, and what each has `taken` for another model.
     """
     share = config.weight_bytes(layers, dtype) // team.size
     memory: int | None
@@ -26,6 +26,7 @@ def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype, layers: 
         memory, where, shares = free_bytes(team.device), f"{team.device} that are free", 1
     else:
         memory, where, shares = memory_of_this_machine(), "this machine, which virtual ranks share", team.size
+        memory = memory and max(0, memory - taken * team.size)
     if memory is not None and share * shares > memory:
         raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from weft.engine.speculation.draft_model import ModelDrafter
 from weft.engine.speculation.hidden import HiddenDrafter
 from weft.engine.speculation.ngram import NgramDrafter
+from weft.errors import ModelTooLarge
 from weft.kernels.fp8 import check_e4m3
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.eagle3 import Eagle3, Eagle3Config
+from weft.models.memory import check_memory
 from weft.models.mtp import Mtp
 from weft.text.tokenizer import has_tokenizer, load_tokenizer
 
@@ -36,7 +41,7 @@ def load_draft(
 ) -> Draft | None:
     """Draft model or head beside `model`, as config.speculative asks; None: it asks for none. Collective.
 
-    ValueError, in a line, for one that does not fit.
+    ValueError, in a line, for one that does not fit the model, or the memory beside it.
 
     checkpoint  of the model; None: it has random weights
     tokenizer   of the model
@@ -46,24 +51,28 @@ def load_draft(
     if speculative is None or speculative.method == "ngram":
         return None
     if speculative.method == "mtp":
-        options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
-        if checkpoint is None:  # as published heads of quantized models are
-            head = Mtp(model, quantized=model.config.quantization is not None, **options).fill_dummy()
-        else:
-            head = Mtp.of(checkpoint, model, **options)
-        if speculative.draft_head == "fp8":
-            check_e4m3('draft_head="fp8"', model.team.caps)
-            head.choose_in_fp8()
-        return head
+        with _memory_for("speculative: the MTP head"):
+            return _load_mtp(model, checkpoint, config)
     made, load = {"draft_model": (DecoderConfig, _load_model), "eagle3": (Eagle3Config, _load_eagle3)}[
         speculative.method
     ]
-    if isinstance(speculative.model, made):
-        return load("speculative: model", speculative.model, model, config)
-    source = opened(speculative.model)
-    name = f"speculative: model={source.directory}"
-    check_same_tokens(name, source, tokenizer)
-    return load(name, source, model, config)
+    source, name = speculative.model, "speculative: model"
+    if not isinstance(source, made):
+        source = opened(source)
+        name = f"{name}={source.directory}"
+        check_same_tokens(name, source, tokenizer)
+    with _memory_for(name):
+        return load(name, source, model, config)
+
+
+@contextmanager
+def _memory_for(name: str) -> Iterator[None]:
+    """ValueError, with the draft's name, where its weights do not fit beside the model's."""
+    try:
+        yield
+    except (ModelTooLarge, torch.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{name} does not fit beside the model: {reason}; or draft with method='ngram'") from None
 
 
 def drafter_of(
@@ -94,6 +103,18 @@ def check_same_tokens(name: str, source: Checkpoint, tokenizer: Tokenizer | None
         )
 
 
+def _load_mtp(model: Decoder, checkpoint: Checkpoint | None, config: EngineConfig) -> Mtp:
+    options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
+    if checkpoint is None:  # as published heads of quantized models are
+        head = Mtp(model, quantized=model.config.quantization is not None, **options).fill_dummy()
+    else:
+        head = Mtp.of(checkpoint, model, **options)
+    if config.speculative.draft_head == "fp8":
+        check_e4m3('draft_head="fp8"', model.team.caps)
+        head.choose_in_fp8()
+    return head
+
+
 def _load_model(name: str, source: Checkpoint | DecoderConfig, model: Decoder, config: EngineConfig) -> Decoder:
     sizes = source if isinstance(source, DecoderConfig) else DecoderConfig.of(source)
     if sizes.vocab_size > model.config.vocab_size:
@@ -109,6 +130,8 @@ def _load_model(name: str, source: Checkpoint | DecoderConfig, model: Decoder, c
             f"{name} has gated delta nets, whose states take no token twice; draft with method='mtp' or 'ngram', or a model of "
             f"attention layers alone"
         )
+    taken = sum(weight.nbytes for weight in model.parameters())
+    check_memory(sizes, model.team, model.dtype, range(sizes.num_hidden_layers), taken=taken)
     draft = Decoder(
         replace(sizes, max_position_embeddings=config.max_seq_len),
         model.team,

@@ -12,6 +12,13 @@ from weft.ops.vocab.sample_argmax import gumbel_noise
 HIDDEN, VOCAB, DRAFT_VOCAB, EPS, THETA = 48, 257, 100, 1e-6, 50.0
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 96
 LAYERS = (0, 1, 2)
+# Sizes of a mixture of experts, by the names of GLM's and DeepSeek's configurations in transformers.
+MIXTURE = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "rms_norm_eps": EPS, "rope_theta": THETA,
+    "max_position_embeddings": 96,
+}  # fmt: skip
 EAGLE3 = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -268,14 +275,28 @@ def glm(byte_model, directory):
     """A GLM-4.5 of the byte model's sizes, its first layer dense."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    shutil.copytree(byte_model, directory)
     config = Glm4MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, n_routed_experts=4, num_experts_per_tok=2,
-        n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, rms_norm_eps=EPS, rope_theta=THETA,
-        partial_rotary_factor=0.5, max_position_embeddings=96,
+        **MIXTURE, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, use_qk_norm=True, attention_bias=True,
+        partial_rotary_factor=0.5,
     )  # fmt: skip
-    Glm4MoeForCausalLM(config).save_pretrained(directory)
+    return save_random(Glm4MoeForCausalLM(config), byte_model, directory)
+
+
+def deepseek(byte_model, directory):
+    """A DeepSeek-V3 of the byte model's sizes: latent attention, its first layer dense."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **MIXTURE, num_key_value_heads=HEADS, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=16,
+        v_head_dim=12, n_group=2, topk_group=1,
+    )  # fmt: skip
+    return save_random(DeepseekV3ForCausalLM(config), byte_model, directory)
+
+
+def save_random(model, byte_model, directory):
+    """Write a model of transformers with random weights, and the byte model's tokenizer."""
+    shutil.copytree(byte_model, directory)
+    model.save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
     shapes = {name.removesuffix(".weight"): x.shape for name, x in load_file(directory / "model.safetensors").items()}
     save_file(random_tensors(shapes, 11), directory / "model.safetensors")

@@ -11,6 +11,7 @@ from tests.engine.draft_heads import (
     PlainMtp,
     Target,
     deeper,
+    deepseek,
     drafts_after,
     glm,
     save_eagle3,
@@ -210,6 +211,7 @@ def test_a_random_mtp_layer_has_the_format_of_the_models_layers(quantization):
         (sparse, 2, {"mode": "replicated"}),
         (sparse, 4, {}),
         (glm, 2, {}),
+        (deepseek, 2, {}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -54,7 +54,8 @@ ALONE_OF = {EXPERTS[2]: EXPERTS[1], EXPERTS[3]: EXPERTS[0]}
 # Group of constants -> the rows that it is fitted to, ops and, of quantized weights, variants.
 GROUPS = {
     "gemms": DENSE,
-    "pushes": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_rms_norm"),
+    "pushes": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    "norms": ("all_reduce_rms_norm",),
     "exchanges": ("moe_dispatch", "moe_combine"),
     "grouped": EXPERTS,
     "attention": ("sharded_decode_attention",),

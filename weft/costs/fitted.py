@@ -67,7 +67,6 @@ class Pushes:
     peer              of each further peer
     second            hop of a two-shot all-reduce besides the first
     owner             factor of the wire in a two-shot all-reduce
-    norm, norm_rows   of an all-reduce with a norm besides; factor of the memory's time of the rows that a rank adds up
     engine            of a copy-engine collective besides its copies
     reduce, joined    of one that adds up, for each further peer; less for both halves of an all-reduce, of two ranks
     """
@@ -77,11 +76,24 @@ class Pushes:
     peer: float = 0.1
     second: float = 1.0
     owner: float = 1.0
-    norm: float = 1.2
-    norm_rows: float = 1.0
     engine: float = 14.0
     reduce: float = 4.0
     joined: float = 12.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """All-reduces with a norm, besides the all-reduce.
+
+    call, peer, rows  time of a call; of each further peer; factor of the memory's time of the rows
+    several, later    where programs take several tiles: time of a call; factor of the memory's time of the rows that are added
+    """
+
+    call: float = 1.1
+    peer: float = 0.4
+    rows: float = 1.0
+    several: float = 1.2
+    later: float = 3.557
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +223,7 @@ class Fitted:
 
     gemms: Gemms = dataclasses.field(default_factory=Gemms)
     pushes: Pushes = dataclasses.field(default_factory=Pushes)
+    norms: Norms = dataclasses.field(default_factory=Norms)
     exchanges: Exchanges = dataclasses.field(default_factory=Exchanges)
     grouped: Grouped = dataclasses.field(default_factory=Grouped)
     attention: Attention = dataclasses.field(default_factory=Attention)

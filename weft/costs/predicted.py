@@ -247,7 +247,7 @@ def _exchanged(adds: bool = False) -> Costs:
 
 
 def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked, rows: int, width: int) -> dict[str, float]:
-    times = pushes.all_reduce_rms_norm(gpu, of.pushes, rows, width, asked.item, asked.world_size)
+    times = pushes.all_reduce_rms_norm(gpu, of, rows, width, asked.item, asked.world_size)
     more = ROUNDING + ROUNDED * rows * width / gpu.memory if asked.variant == "fp8" else 0.0
     return {name: us + more for name, us in times.items()}
 

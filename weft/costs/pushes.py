@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from weft.costs.fitted import Pushes
+from weft.costs.fitted import Fitted, Pushes
 from weft.costs.gpu import Gpu
+from weft.runtime.arithmetic import cdiv
+
+# Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
+# (weft/ops/collectives/all_reduce_rms_norm.py).
+NORM_PART, NORM_PROGRAMS = 512, 16
+# Most ranks on which it was measured: of more ranks the norm is taken to last as long.
+NORM_RANKS = 4
 
 
 def one_hop(gpu: Gpu, fitted: Pushes, sent: float, world_size: int) -> float:
@@ -44,14 +51,21 @@ def all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict
 
 
 def all_reduce_rms_norm(
-    gpu: Gpu, fitted: Pushes, rows: int, width: int, item: int, world_size: int
+    gpu: Gpu, fitted: Fitted, rows: int, width: int, item: int, world_size: int
 ) -> dict[str, float]:
     """All-reduce of rows, residual and norm."""
     nbytes = rows * width * item
-    times = all_reduce(gpu, fitted, nbytes, world_size)
-    norm = fitted.norm + nbytes / gpu.memory
+    moved = nbytes / gpu.memory
     if world_size == 1:
-        return {"one_shot": gpu.launch + norm}
-    # Each rank adds up all rows, or its share.
-    added = {"one_shot": world_size, "two_shot": 1}
-    return {name: times[name] + norm + fitted.norm_rows * count * nbytes / gpu.memory for name, count in added.items()}
+        return {"one_shot": gpu.launch + fitted.norms.call + moved}
+    times = all_reduce(gpu, fitted.pushes, nbytes, world_size)
+    of, measured = fitted.norms, min(world_size, NORM_RANKS)
+    first = of.call + of.peer * (measured - 2) + of.rows * moved
+    parts = min(cdiv(width * item, NORM_PART), gpu.sms)
+    at_once = NORM_PROGRAMS * gpu.sms // parts
+    # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
+    added = {"one_shot": (rows, world_size), "two_shot": (cdiv(rows, measured), 1)}
+    return {
+        name: times[name] + (first if tiles <= at_once else of.several + (1 + of.later * count) * moved)
+        for name, (tiles, count) in added.items()
+    }

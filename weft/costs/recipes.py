@@ -260,9 +260,9 @@ def changes(layer: Layer, world_size: int, gpu: Gpu) -> Changes:
     if world_size == 1:  # nothing is sent; a norm may add up partials
         return Changes(PARTIAL_ROWS, math.inf, gathered(layer, world_size, gpu))
     by_tokens = [times(tokens, layer, world_size, gpu) for tokens in TOKENS]
-    norm = change([one[FUSED_NORM] for one in by_tokens], [one[REPLICATED] for one in by_tokens])
-    # Few rows take as long as the weights are read: no transport hides there.
+    # Few rows take as long as the weights are read: no transport hides there, and norms add up over the ranks.
     few = sum(tokens <= FEW_ROWS for tokens in TOKENS)
+    norm = few + change([one[FUSED_NORM] for one in by_tokens[few:]], [one[REPLICATED] for one in by_tokens[few:]])
     least = [one[FUSED_NORM if at < norm else REPLICATED] for at, one in enumerate(by_tokens)]
     sharded = few + change(least[few:], [one[SEQUENCE_PARALLEL] for one in by_tokens[few:]])
     split = TOKENS[sharded] if sharded < len(TOKENS) else math.inf

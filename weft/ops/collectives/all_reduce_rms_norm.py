@@ -141,7 +141,7 @@ class AllReduceRMSNorm(Op):
             return "one_shot", "one rank: nothing to send"
         width = call.row_bytes // call.dtype.itemsize
         sizes = call.nbytes // call.row_bytes, width, call.dtype.itemsize, machine.world_size
-        return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read().pushes, *sizes), machine.caps)
+        return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes), machine.caps)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
         # About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident.

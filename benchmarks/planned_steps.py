@@ -8,6 +8,7 @@
 
 Weights are random, so acceptance of drafts is set: as many tokens a step as the load says. A decode step is the median of the
 steps between which no prompt was read; the best of three configurations is the one with the most tokens a second in such steps.
+The first token is one prompt's alone, the median of three after WARM that capture its graph.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import dataclasses
 import gc
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 ALLOWED = Drafts(method="ngram", acceptance=0.6)
 # Tokens of an answer: the steps in its middle are at the context that is predicted.
 ANSWER = 96
+# Prompts alone before the timed ones: the second one of a length captures its graph, or the fifth of a ragged shape.
+WARM, TIMED = 5, 3
 GOAL = 0.10
 # Share of tokens a second within which configurations are equal.
 CLOSE = 0.02
@@ -171,18 +175,20 @@ def write(file: Path, cells: Sequence[dict[str, Any]]) -> None:
 def page(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of the table of measured cells, and their count within GOAL and with the best configuration named."""
     by_name = {cell.name: cell for cell in CELLS}
-    yield "| cell | configuration | predicted, ms | measured | measured / predicted | tokens/s predicted, measured |"
-    yield "|---|---|---:|---:|---:|---:|"
+    head = "| cell | configuration | predicted, ms | measured | measured / predicted | tokens/s predicted, measured |"
+    yield f"{head} first token predicted, measured, ms |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
     within, named = 0, 0
     for kept in cells:
         cell, ways = by_name[kept["cell"]], kept["ways"]
         for way in ways:
             if way.error:
-                yield f"| {cell.name}, W={cell.world_size} | {way.label} | {way.predicted * 1e3:.2f} | {way.error} | – | – |"
+                yield f"| {cell.name}, W={cell.world_size} | {way.label} | {way.predicted * 1e3:.2f} | {way.error} | – | – | – |"
                 continue
             rates = f"{way.rate(way.predicted):.0f}, {way.rate(way.measured):.0f}"
             times = f"{way.predicted * 1e3:.2f} | {way.measured * 1e3:.2f} | {way.measured / way.predicted:.2f}"
-            yield f"| {cell.name}, W={cell.world_size} | {way.label} | {times} | {rates} |"
+            first = f"{way.first_predicted * 1e3:.1f}, {way.first_measured * 1e3:.1f}"
+            yield f"| {cell.name}, W={cell.world_size} | {way.label} | {times} | {rates} | {first} |"
         plain = ways[0]
         within += bool(plain.measured) and abs(plain.predicted / plain.measured - 1) <= GOAL
         named += share_of_best(ways) >= 1 - CLOSE
@@ -211,7 +217,7 @@ def measure(team: Team, cell: Cell) -> list[Way]:
 def _measured(
     team: Team, config: DecoderConfig, engine_config: EngineConfig, cell: Cell, way: dict[str, Any]
 ) -> tuple[float, float]:
-    """(median of decode steps, time of the first token of a prompt alone), after one run to capture graphs."""
+    """(median of decode steps, time of the first token of a prompt alone), after runs that capture graphs."""
     engine = weft.Engine(config, team, config=engine_config)
     batch, draw = split(cell, way)[1], random.Random(0)
     prompts = [draw.choices(range(config.vocab_size), k=cell.prompt) for _ in range(batch)]
@@ -220,9 +226,11 @@ def _measured(
     engine.measured = Measured(nothing)
     engine.generate(prompts, max_tokens=ANSWER, ignore_eos=True)
     step = engine.measured.median(engine.batch.runner.bucket(batch))
-    engine.generate(prompts[:1], max_tokens=2, ignore_eos=True)
-    engine.generate(prompts[:1], max_tokens=2, ignore_eos=True)
-    return step, engine.stats.time_to_first_token
+    first = []
+    for _ in range(WARM + TIMED):
+        engine.generate(prompts[:1], max_tokens=2, ignore_eos=True)
+        first.append(engine.stats.time_to_first_token)
+    return step, statistics.median(first[WARM:])
 
 
 def report(cell: Cell, ways: Sequence[Way]) -> Iterator[str]:

@@ -19,8 +19,10 @@ from weft.models.layer_sizes import layer_of, mixture_of
 from weft.predict.step_costs import StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
-# Small kernels of a step with drafts: look-up, positions, acceptance, slots. An estimate.
-DRAFTING = 8
+# A step with drafts takes 0.15 ms longer than its launches, and 5.2 us for each row: look-up, acceptance and attention to keys of
+# neighbouring rows together, by seven steps of Qwen3-32B on two H200s and 8B on one (benchmarks/lab/h200-x2-speculation.json,
+# h200-planned-steps.json). In bytes at the memory's rate.
+DRAFTING, DRAFTED = 640 << 20, 22 << 20
 # Of gated delta nets in decode steps, by gated_delta_net_step on one H200 (benchmarks/lab/h200-delta-steps.json): factor of the
 # time of states, share of it for each token more, and the least that a token takes, in bytes at the memory's rate.
 STATES, TOKEN, CHAIN = 1.25, 0.26, 6 << 20
@@ -143,7 +145,7 @@ def launches(
     yield Launch("head", "matmul", (batch, columns, of.hidden))
     yield Launch("choice", "memory", (batch * columns * of.item,))
     if len(step) > 3:
-        yield Launch("drafts and acceptance", "memory", (of.batch * columns * of.item,), DRAFTING)
+        yield Launch("drafts and acceptance", "memory", (DRAFTING + DRAFTED * of.tokens,))
     if layout.world_size > 1:
         yield Launch("choice over ranks", "all_gather", (16 * layout.world_size * batch,))
 

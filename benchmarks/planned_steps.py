@@ -182,13 +182,14 @@ def page(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     for kept in cells:
         cell, ways = by_name[kept["cell"]], kept["ways"]
         for way in ways:
+            head = f"| {cell.name}, W={cell.world_size} | {way.label}"
             if way.error:
-                yield f"| {cell.name}, W={cell.world_size} | {way.label} | {way.predicted * 1e3:.2f} | {way.error} | – | – | – |"
+                yield f"{head} | {way.predicted * 1e3:.2f} | {way.error} | – | – | – |"
                 continue
             rates = f"{way.rate(way.predicted):.0f}, {way.rate(way.measured):.0f}"
             times = f"{way.predicted * 1e3:.2f} | {way.measured * 1e3:.2f} | {way.measured / way.predicted:.2f}"
             first = f"{way.first_predicted * 1e3:.1f}, {way.first_measured * 1e3:.1f}"
-            yield f"| {cell.name}, W={cell.world_size} | {way.label} | {times} | {rates} | {first} |"
+            yield f"{head} | {times} | {rates} | {first} |"
         plain = ways[0]
         within += bool(plain.measured) and abs(plain.predicted / plain.measured - 1) <= GOAL
         named += share_of_best(ways) >= 1 - CLOSE

@@ -19,8 +19,8 @@ from weft.models.layer_sizes import layer_of, mixture_of
 from weft.predict.step_costs import StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
-# A step with drafts takes 0.15 ms longer than its launches, and 5.2 us for each row: look-up, acceptance and attention to keys of
-# neighbouring rows together, by seven steps of Qwen3-32B on two H200s and 8B on one (benchmarks/lab/h200-x2-speculation.json,
+# A step with drafts takes 0.15 ms longer than its launches, and 5.2 us for each row: look-up, acceptance and attention to keys
+# of neighbouring rows together, by seven steps of Qwen3-32B on two H200s and 8B on one (benchmarks/lab/h200-x2-speculation.json,
 # h200-planned-steps.json). In bytes at the memory's rate.
 DRAFTING, DRAFTED = 640 << 20, 22 << 20
 # Of gated delta nets in decode steps, by gated_delta_net_step on one H200 (benchmarks/lab/h200-delta-steps.json): factor of the

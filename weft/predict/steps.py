@@ -20,8 +20,8 @@ from weft.predict.step_costs import StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
 # A step with drafts takes 0.15 ms longer than its launches, and 5.2 us for each row: look-up, acceptance and attention to keys
-# of neighbouring rows together, by seven steps of Qwen3-32B on two H200s and 8B on one (benchmarks/lab/h200-x2-speculation.json,
-# h200-planned-steps.json). In bytes at the memory's rate.
+# of neighbouring rows together, by seven steps of Qwen3-32B on two H200s and 8B on one, in bytes at the memory's rate
+# (benchmarks/lab/h200-x2-speculation.json, h200-planned-steps.json).
 DRAFTING, DRAFTED = 640 << 20, 22 << 20
 # Of gated delta nets in decode steps, by gated_delta_net_step on one H200 (benchmarks/lab/h200-delta-steps.json): factor of the
 # time of states, share of it for each token more, and the least that a token takes, in bytes at the memory's rate.

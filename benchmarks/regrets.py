@@ -1,15 +1,16 @@
-"""Regret of today's plans on committed rows of ``weft bench --regret``: the table of docs/costs.md.
+"""Regret of today's plans on committed rows of ``weft bench --regret``: the tables of docs/costs.md.
 
     python -m benchmarks.regrets
 
 A row has the times of all designs at one shape. The best design is the fastest one of the even rounds; its time and the one
 of today's plan are taken in the odd rounds. Rows that an earlier plan chose count too, with the design that today's plan takes.
+The fit of costs (benchmarks/costs.py) reads the rows of FILES, and never those of UNSEEN, of which shapes in FILES are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from weft.bench.regret.measure import Row, best_of
 
 LAB = Path(__file__).resolve().parent / "lab"
 FILES = (*sorted((LAB / "h200-regret").glob("*.json")), LAB / "h200-x4-regret-moe-rs.json")
+UNSEEN = tuple(sorted((LAB / "h200-regret-unseen").glob("*.json")))
 # Regret above which a row is named.
 HIGH = 1.10
 
@@ -35,9 +37,9 @@ class Regret(NamedTuple):
     regret: float | None
 
 
-def regrets() -> Iterator[Regret]:
-    """All committed rows with times, by today's plans."""
-    for file in FILES:
+def regrets(files: Sequence[Path]) -> Iterator[Regret]:
+    """Rows of ``files`` with times, by today's plans."""
+    for file in files:
         for kept in read(file):
             row = kept.row
             if not row.us:
@@ -75,5 +77,19 @@ def table(rows: list[Regret]) -> Iterator[str]:
         yield f"- {one.row.op} {shape}, W={one.row.world_size}: {one.chosen} {us:.4g} µs, {one.best} {best_us:.4g}"
 
 
+def unseen() -> list[Regret]:
+    """Rows of shapes that the fit has not seen."""
+    seen = {(one.row.op, one.row.world_size, one.row.shape) for one in regrets(FILES)}
+    return [one for one in regrets(UNSEEN) if (one.row.op, one.row.world_size, one.row.shape) not in seen]
+
+
+def page() -> Iterator[str]:
+    """Lines of both tables."""
+    yield from table(list(regrets(FILES)))
+    if rows := unseen():
+        yield from ("", "Shapes that the fit has not seen:", "")
+        yield from table(rows)
+
+
 if __name__ == "__main__":
-    print("\n".join(table(list(regrets()))))
+    print("\n".join(page()))

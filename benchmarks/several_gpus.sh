@@ -21,7 +21,7 @@
 #   start        a server's start, cold and warm, and that of weft.launch
 #   adapters     an engine with adapters, and 2,000 requests with tools, cancels and grammars
 #   engines      weft's engine and server; vllm: vLLM's, in an environment that has it (benchmarks/engines.sh brings one)
-#   regret       today's choices over the best designs, of all ops, on one rank and on all
+#   regret       today's choices over the best designs, of all ops, on one rank and on all; no fit of costs reads these files
 #   plans        steps as weft plan predicts them, on one rank and on all
 #   tune         rows of weft's tables; commit them before the other steps
 # Then python -m benchmarks.performance writes the pages.
@@ -129,7 +129,7 @@ for step in "$@"; do
     regret)
         for ranks in 1 "$world"; do
             python -m weft bench --regret --world-size "$ranks" ${LIMIT:+--seconds "$LIMIT"} \
-                --json "benchmarks/lab/${GPU:-h200}-regret/regret-all-w$ranks.json"
+                --json "benchmarks/lab/${GPU:-h200}-regret-unseen/w$ranks.json"
         done
         ;;
     plans)

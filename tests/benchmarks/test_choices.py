@@ -12,10 +12,17 @@ from weft.predict.steps import Layout
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_table_of_regret_is_the_one_of_the_committed_rows():
+def test_the_tables_of_regret_are_those_of_the_committed_rows():
     page = (DOCS / "costs.md").read_text()
-    for line in regrets.table(list(regrets.regrets())):
+    for line in regrets.page():
         assert line in page
+
+
+def test_rows_of_shapes_in_the_fit_are_not_reported_as_unseen(monkeypatch):
+    monkeypatch.setattr(regrets, "UNSEEN", regrets.FILES[:1])
+    assert regrets.unseen() == []
+    monkeypatch.setattr(regrets, "FILES", ())
+    assert regrets.unseen() == list(regrets.regrets(regrets.UNSEEN)) != []
 
 
 def test_the_table_of_planned_steps_is_the_one_of_the_committed_cells():

@@ -13,17 +13,38 @@ import torch
 
 from weft.bench.harness import machine, meters
 from weft.runtime.files import put
+from weft.runtime.team.team import Team
+from weft.transport.replays import replays_of
 
 # Calls in a row, and rounds of them; the first rounds are not counted: workspaces, graphs and compilations are made there.
 CALLS, ROUNDS, WARM_UP = 8, 7, 4
+# Microseconds by "us" and "host_us", and by other names the counts of each rank.
+Times = dict[str, Any]
 
 
-def in_a_row(team: Any, call: Callable[[], object], calls: int = CALLS, rounds: int = ROUNDS) -> dict[str, float]:
-    """Microseconds of an eager call and of the host in it: medians over rounds, of the slowest rank."""
+def counts_of(team: Team) -> dict[str, int]:
+    """Eager calls of overlapped ops until now, by what became of them; none where calls are not replayed."""
+    graphs = replays_of(team)
+    if graphs is None:
+        return {}
+    return {name: getattr(graphs, name) for name in ("replays", "launches", "captures", "failures")}
+
+
+def counted_since(team: Team, before: dict[str, int]) -> dict[str, list[int]]:
+    """Counts since ``before``, of each rank. Collective."""
+    by_rank = team.exchange({name: count - before[name] for name, count in counts_of(team).items()})
+    return {name: [of[name] for of in by_rank] for name in before}
+
+
+def in_a_row(team: Any, call: Callable[[], object], calls: int = CALLS, rounds: int = ROUNDS) -> Times:
+    """Time of an eager call and of the host in it, medians over rounds of the slowest rank; and counts of the timed calls."""
     on_gpu = team.device.type == "cuda"
     start, end = (meters.event(False), meters.event(False)) if on_gpu else (None, None)
     us, host_us = [], []
+    before: dict[str, int] = {}
     for number in range(WARM_UP + rounds):
+        if number == WARM_UP:
+            before = counts_of(team)
         team.barrier()
         if start is not None:
             start.record()
@@ -38,10 +59,11 @@ def in_a_row(team: Any, call: Callable[[], object], calls: int = CALLS, rounds: 
             host_us.append(host * 1e6 / calls)
             us.append(start.elapsed_time(end) * 1e3 / calls if start is not None else host_us[-1])
     slowest = team.exchange((statistics.median(us), statistics.median(host_us)))
-    return {"us": max(us for us, _ in slowest), "host_us": max(host for _, host in slowest)}
+    times = {"us": max(us for us, _ in slowest), "host_us": max(host for _, host in slowest)}
+    return times | counted_since(team, before)
 
 
-def captured(team: Any, call: Callable[[], object], calls: int = CALLS) -> dict[str, float] | None:
+def captured(team: Any, call: Callable[[], object], calls: int = CALLS) -> Times | None:
     """Microseconds of a call in a CUDA graph of several; None without GPUs."""
     if team.device.type != "cuda":
         return None
@@ -60,7 +82,7 @@ def distance(x: torch.Tensor, of: torch.Tensor) -> float:
     return float((x.double() - of.double()).square().mean().sqrt() / of.double().square().mean().sqrt())
 
 
-def cell(times: dict[str, float] | None) -> str:
+def cell(times: Times | None) -> str:
     return "–" if times is None else f"{times['us']:.0f} [{times['host_us']:.0f}]"
 
 

@@ -5,7 +5,8 @@
 Prints µs a call [of the host] in a row, before (torch) and after (weft): `ops` torch's fused symm_mem ops, eager and in CUDA
 graphs; `styles` a feed-forward layer by ColwiseParallel and RowwiseParallel, forward and backward, eager; `compiled` the same
 by torch.compile with async TP. Answers of both are compared before they are timed. An eager call of weft's door is torch's
-where it would not pay (docs/pytorch.md): `on weft` in the file says what it was.
+where it would not pay (docs/pytorch.md): `on weft` in the file says what it was, and the times' counts how many of the timed
+calls were replays of a graph, and how many were launched one by one.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def measure(
 def main(team: Any, only: list[str], file: str | None) -> None:
     mesh = init_device_mesh("cuda", (team.size,), mesh_dim_names=("tp",))["tp"]
     sizes = {"gathers": GATHERS, "scatters": SCATTERS, "layers": LAYERS}
-    measure(team, mesh, only, sizes, Path(file) if file else None)
+    measure(weft.Team.of(mesh), mesh, only, sizes, Path(file) if file else None)
 
 
 def command() -> None:

@@ -1,11 +1,13 @@
 """A Llama of transformers over ranks: its own plan, the plan on weft, and weft.layers.replace, with torch.compile and without.
 
     python -m benchmarks.doors.transformers_llama --world-size 2 --json RUNS/transformers.json [--layers 8] [--seconds 200]
+        [--ways "replace" "replace, compiled"] [--kinds static captured]
 
 Random weights, bf16, greedy. `prompt`: a forward pass. `step`: one token over a static cache, eager; `captured` the same in a
 CUDA graph of this script's. `token`: a token of generate() after the first one, with a growing cache; `static` with a static
 cache, whose steps transformers compiles and captures. What compiles comes last, and nothing begins after --seconds. A way that
-fails, by its transformers, compiler or capture, has the reason in its row. Logits are compared with the plan's own.
+fails, by its transformers, compiler or capture, has the reason in its row. Logits are compared with the first way's. Rows name
+the eager calls of overlapped ops in them that were replayed, and that were launched.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import transformers
 
 import weft
-from benchmarks.doors.timing import captured, distance, in_a_row, tell, write
+from benchmarks.doors.timing import Times, captured, counted_since, counts_of, distance, in_a_row, tell, write
 
 SIZES = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -100,11 +102,14 @@ WAYS = (
 )
 
 
-def a_token(model: Any, team: Any, ids: torch.Tensor, **options: Any) -> dict[str, float]:
+def a_token(model: Any, team: Any, ids: torch.Tensor, **options: Any) -> Times:
     """Microseconds of a token after the first: of NEW + 1 tokens less that of one, by NEW; medians."""
     seconds: dict[int, list[float]] = {1: [], 1 + NEW: []}
+    before: dict[str, int] = {}
     for repeat in range(REPEATS + 1):
         for new, taken in seconds.items():
+            if repeat == 1 and new == 1:
+                before = counts_of(team)
             team.barrier()
             begin = time.perf_counter()
             model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options)
@@ -113,7 +118,7 @@ def a_token(model: Any, team: Any, ids: torch.Tensor, **options: Any) -> dict[st
                 taken.append(time.perf_counter() - begin)
     first, all_of_them = (max(team.exchange(statistics.median(taken))) for taken in seconds.values())
     us = (all_of_them - first) / NEW * 1e6
-    return {"us": us, "host_us": us, "first_us": first * 1e6}
+    return {"us": us, "host_us": us, "first_us": first * 1e6, **counted_since(team, before)}
 
 
 class Rows:
@@ -134,7 +139,7 @@ class Rows:
     def has_time(self) -> bool:
         return self.until is None or self.team.exchange(time.perf_counter() < self.until)[0]
 
-    def put(self, row: dict[str, Any], way: str, times: dict[str, float] | None, reason: str | None = None) -> None:
+    def put(self, row: dict[str, Any], way: str, times: Times | None, reason: str | None = None) -> None:
         row[way] = times
         if reason is not None:
             row[f"{way}: reason"] = reason
@@ -146,15 +151,21 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def measure(team: Any, mesh: Any, layers: int, sizes: dict[str, Any], table: Rows, file: Path | None) -> list[dict]:
+def measure(
+    team: Any, mesh: Any, model_sizes: tuple[int, dict[str, Any]], ways: Sequence[Way], table: Rows, file: Path | None
+) -> list[dict]:
+    """All rows by ``ways``. model_sizes: number of layers, and the rest of the config."""
+    layers, sizes = model_sizes
     generator = torch.Generator(team.device).manual_seed(1)
     draw = {
         shape: torch.randint(1, sizes["vocab_size"], shape, generator=generator, device=team.device)
         for _, shape, _ in table.cases
     }
     wanted = None
-    for way in WAYS:
+    for way in ways:
         cases = [case for case in table.cases if case[0] in way.kinds]
+        if not cases:
+            continue
         if way.name not in table.names:
             table.names.append(way.name)
             for row in table.rows:
@@ -191,7 +202,7 @@ def measure(team: Any, mesh: Any, layers: int, sizes: dict[str, Any], table: Row
     return table.rows
 
 
-def prompt(model: Any, team: Any, ids: torch.Tensor) -> dict[str, float]:
+def prompt(model: Any, team: Any, ids: torch.Tensor) -> Times:
     def forward() -> None:
         with torch.no_grad():
             model(ids, logits_to_keep=1, use_cache=False)
@@ -214,15 +225,15 @@ def step_of(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
     return step
 
 
-def step(model: Any, team: Any, ids: torch.Tensor) -> dict[str, float]:
+def step(model: Any, team: Any, ids: torch.Tensor) -> Times:
     return in_a_row(team, step_of(model, ids), calls=CALLS)
 
 
-def captured_step(model: Any, team: Any, ids: torch.Tensor) -> dict[str, float] | None:
+def captured_step(model: Any, team: Any, ids: torch.Tensor) -> Times | None:
     return captured(team, step_of(model, ids), calls=CALLS)
 
 
-KINDS: dict[str, Callable[[Any, Any, torch.Tensor], dict[str, float] | None]] = {
+KINDS: dict[str, Callable[[Any, Any, torch.Tensor], Times | None]] = {
     "prompt": prompt,
     "step": step,
     "captured": captured_step,
@@ -231,25 +242,27 @@ KINDS: dict[str, Callable[[Any, Any, torch.Tensor], dict[str, float] | None]] = 
 }
 
 
-def main(team: Any, layers: int, seconds: float | None, file: str | None) -> None:
+def main(team: Any, options: argparse.Namespace) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cuda", (team.size,), mesh_dim_names=("tp",))["tp"]
-    shapes = {kind: PROMPTS if kind == "prompt" else TOKENS for kind in KINDS}
-    table = Rows(team, shapes, None if seconds is None else time.perf_counter() + seconds)
-    measure(team, mesh, layers, SIZES, table, Path(file) if file else None)
+    shapes = {kind: PROMPTS if kind == "prompt" else TOKENS for kind in KINDS if kind in options.kinds}
+    table = Rows(team, shapes, None if options.seconds is None else time.perf_counter() + options.seconds)
+    ways = [way for way in WAYS if way.name in options.ways]
+    measure(team, mesh, (options.layers, SIZES), ways, table, Path(options.json) if options.json else None)
 
 
 def command() -> None:
+    names = [*dict.fromkeys(way.name for way in WAYS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="ways to run the model")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="rows")
+    parser.add_argument("--seconds", type=float, help="after which nothing begins")
     parser.add_argument("--json")
     options = parser.parse_args()
-    weft.launch(
-        main, options.world_size, "cuda", args=(options.layers, options.seconds, options.json), heap_bytes=2 << 30
-    )
+    weft.launch(main, options.world_size, "cuda", args=(options,), heap_bytes=2 << 30)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,30 @@ def torchs_ops_on_cpus():
     library._destroy()
 
 
+def test_a_row_names_the_timed_calls_that_were_replayed_and_launched():
+    from itertools import count
+    from types import SimpleNamespace
+
+    from weft.transport.replays import Replays
+
+    graphs, new_addresses = Replays(lambda run: run, [], lambda: None), count()
+    team = SimpleNamespace(
+        device=torch.device("cpu"),
+        barrier=lambda: None,
+        exchange=lambda item: [item, item],
+        workspace=lambda *of: graphs,
+    )
+
+    def call():
+        graphs.submit("the same addresses", lambda: None)
+        graphs.submit(next(new_addresses), lambda: None)
+
+    counts = timing.in_a_row(team, call, calls=8, rounds=7)
+    assert {name: of for name, of in counts.items() if not name.endswith("us")} == {
+        "replays": [56, 56], "launches": [56, 56], "captures": [0, 0], "failures": [0, 0],
+    }  # fmt: skip
+
+
 def test_torchs_ops_and_styles_have_the_same_answers_on_weft(
     simulate_mesh,  # noqa: F811
     one_call,
@@ -65,11 +89,11 @@ def test_a_llama_by_its_plan_and_with_replaced_layers_has_the_same_logits(simula
     for name in ("NEW", "REPEATS", "CALLS"):
         monkeypatch.setattr(door, name, 1)
     refused = door.Way("refused", lambda *of: 1 / 0, ("prompt",))
-    monkeypatch.setattr(door, "WAYS", (*door.WAYS[:3], refused))  # none of the compiler's
+    ways = (*door.WAYS[:3], door.Way("of no row", lambda *of: 1 / 0, ()), refused)  # none of the compiler's
 
     def main(mesh, team):
         table = door.Rows(team, {kind: ((2, 8) if kind == "prompt" else (1, 4),) for kind in door.KINDS}, None)
-        return door.measure(team, mesh, 1, sizes, table, None)
+        return door.measure(team, mesh, (1, sizes), ways, table, None)
 
     rows, _ = simulate_mesh(main, 2, sms=4)
     assert [row["what"] for row in rows] == ["prompt 2x8", "step 1x4", "captured 1x4", "token 1x4", "static 1x4"]

@@ -71,12 +71,14 @@ class Replays:
     record   captures what it is given, and returns the function that launches it
     all      every ``Halves`` of the team; later ones are added
     settle   waits for launched work, before graphs are dropped
+
+    A call counts as one of ``replays``, the first launch of a graph included, or as one of ``launches``.
     """
 
     def __init__(self, record: Record, all: Sequence[Halves], settle: Callable[[], None]) -> None:
         self._record, self._all, self._settle = record, all, settle
         self._known: OrderedDict[Hashable, list[Replay]] = OrderedDict()
-        self.captures = self.replays = self.failures = 0
+        self.replays = self.launches = self.captures = self.failures = 0
         self._kept = 0
 
     def submit(self, key: Hashable, run: Submit) -> None:
@@ -86,7 +88,7 @@ class Replays:
             self._known[key] = []
             if len(self._known) > MOST_KEYS:
                 self._drop(MOST_KEYS // 4)
-            run()
+            self._launch(run)
             return
         self._known.move_to_end(key)  # before graphs are dropped, of which this call's must be none
         for replay in known:
@@ -95,7 +97,7 @@ class Replays:
         else:
             made = self._captured(run)
             if made is None:
-                run()
+                self._launch(run)
                 return
             replay = made
             known.append(made)
@@ -106,6 +108,10 @@ class Replays:
         replay.launch()
         for halves, _, calls in replay.turns:
             halves.calls += calls
+
+    def _launch(self, run: Submit) -> None:
+        self.launches += 1
+        run()
 
     def _captured(self, run: Submit) -> Replay | None:
         if self.captures >= FREE_CAPTURES + self.replays // REPLAYS_A_CAPTURE or self.failures >= MOST_FAILURES:

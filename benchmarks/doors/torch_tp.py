@@ -4,9 +4,10 @@
 
 Prints µs a call [of the host] in a row, before (torch) and after (weft): `ops` torch's fused symm_mem ops, eager and in CUDA
 graphs; `styles` a feed-forward layer by ColwiseParallel and RowwiseParallel, forward and backward, eager; `compiled` the same
-by torch.compile with async TP. Answers of both are compared before they are timed. An eager call of weft's door is torch's
-where it would not pay (docs/pytorch.md): `on weft` in the file says what it was, and the times' counts how many of the timed
-calls were replays of a graph, and how many were launched one by one.
+by torch.compile: torch's styles as they are, with async TP on torch's fused ops and on weft's, and weft's styles. Answers of
+all are compared. An eager call of weft's door is torch's where it would not pay (docs/pytorch.md): `on weft` in the file says
+what it was, and the times' counts how many of the timed calls were replays of a graph, and how many were launched one by one.
+`fused ops` names torch's ops that a compiled call holds.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 import weft
 from benchmarks.doors.timing import captured, distance, in_a_row, tell, write
@@ -131,32 +133,59 @@ def step_of(
     return forward, both
 
 
+class Way(NamedTuple):
+    """The styles of a layer, column-wise and row-wise, and the scope in which it is compiled and called."""
+
+    styles: tuple[type, type]
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def ways_of(mesh: Any, team: Any, compiles: bool) -> dict[str, Way]:
+    torchs, wefts = (ColwiseParallel, RowwiseParallel), (door.WeftColwiseParallel, door.WeftRowwiseParallel)
+    fused = {
+        "torch, async TP": Way(torchs, lambda: async_tp(mesh, team)),
+        "torch, async TP on weft": Way(torchs, lambda: async_tp(mesh, team, on_weft)),
+    }
+    return {"torch": Way(torchs), **(fused if compiles else {}), "weft": Way(wefts)}
+
+
+def fused_ops(call: Callable[[], object]) -> list[str]:
+    """Names of torch's fused ops in a call."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        call()
+    return sorted({event.key for event in profiled.key_averages() if event.key.startswith("symm_mem::fused")})
+
+
 def styles_rows(mesh: Any, team: Any, layers: Sequence[tuple], compiles: bool) -> list[dict[str, Any]]:
-    ways = {"torch": (ColwiseParallel, RowwiseParallel), "weft": (door.WeftColwiseParallel, door.WeftRowwiseParallel)}
     rows = []
     for tokens, hidden, features in layers:
         for replicated in (False,) if compiles else (False, True):
             how = "replicated" if replicated else "sharded tokens"
             times: dict[str, dict[str, Any]] = {"forward": {}, "forward and backward": {}}
             answers = {}
-            for way, styles in ways.items():
+            for way, (styles, scope) in ways_of(mesh, team, compiles).items():
                 torch._dynamo.reset()
                 model = layer_of(mesh, team, hidden, features, styles, replicated)
                 forward, both = step_of(model, team, tokens, hidden, replicated, compiles)
-                grads = [g.to_local() if hasattr(g, "to_local") else g for g in both()]
-                answers[way] = [forward(), *grads]
-                times["forward"][way] = in_a_row(team, forward)
-                times["forward and backward"][way] = in_a_row(team, both)
-            worst = max(map(distance, answers["weft"], answers["torch"]))
-            assert worst < 2 * LIMIT, f"{tokens} tokens, {how}: relative RMS {worst:.3g}"
+                with scope():
+                    grads = [g.to_local() if hasattr(g, "to_local") else g for g in both()]
+                    answers[way] = [forward(), *grads]
+                    for name, call in {"forward": forward, "forward and backward": both}.items():
+                        times[name][way] = in_a_row(team, call)
+                        if compiles and team.device.type == "cuda":  # virtual ranks share one profiler
+                            times[name][f"{way}: fused ops"] = fused_ops(call)
+                worst = max(map(distance, answers[way], answers["torch"]))
+                assert worst < 2 * LIMIT, f"{tokens} tokens, {how}, {way}: relative RMS {worst:.3g}"
             label = f"{tokens}x{hidden}x{features}, {how}"
             rows += [{"what": f"{label}, {pass_}", **of} for pass_, of in times.items()]
     return rows
 
 
 @contextmanager
-def async_tp(mesh: Any, team: Any) -> Iterator[None]:
-    """Scope in which torch.compile fuses collectives and GEMMs of torch's own styles, on torch's ops."""
+def async_tp(
+    mesh: Any, team: Any, of_ops: Callable[[Any], AbstractContextManager[object]] = nullcontext
+) -> Iterator[None]:
+    """Scope in which torch.compile fuses collectives and GEMMs of torch's own styles. of_ops: that of the fused ops."""
     from torch._inductor import config
 
     before = config._micro_pipeline_tp
@@ -166,7 +195,8 @@ def async_tp(mesh: Any, team: Any) -> Iterator[None]:
 
         enable_symm_mem_for_group(mesh.get_group().group_name)
     try:
-        yield
+        with of_ops(mesh):
+            yield
     finally:
         config._micro_pipeline_tp = before
 
@@ -191,12 +221,13 @@ def measure(
             done("fused ops, in CUDA graphs", rows, ("torch, graph", "weft, graph"))
 
     def styles() -> None:
-        done("styles, eager", styles_rows(mesh, team, sizes["layers"], compiles=False), ("torch", "weft"))
+        for layer in sizes["layers"]:
+            done("styles, eager", styles_rows(mesh, team, [layer], compiles=False), ("torch", "weft"))
 
     def compiled() -> None:
-        with async_tp(mesh, team):
-            rows = styles_rows(mesh, team, sizes["layers"], compiles=True)
-        done("styles, compiled with async TP", rows, ("torch", "weft"))
+        for layer in sizes["layers"]:
+            rows = styles_rows(mesh, team, [layer], compiles=True)
+            done("styles, compiled", rows, [*ways_of(mesh, team, compiles=True)])
 
     for part in (ops, styles, compiled):
         if part.__name__ in only:

@@ -100,13 +100,14 @@ class Fallback:
         """
         if torch.compiler.is_compiling():
             return original() if problem() else on_weft()
+        if self._pays.get(kind):
+            return on_weft()
         capturing = self.team.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if kind not in self._pays:
             if capturing or not (prepare or kind.pays):
                 return original()
             return self._first(kind, on_weft, original, problem())
-        pays = self._pays[kind]
-        return on_weft() if pays or (capturing and pays is not None) else original()
+        return on_weft() if capturing and self._pays[kind] is not None else original()
 
     def _first(self, kind: Kind, on_weft: Callable[[], T], original: Callable[[], T], problem: str | None) -> T:
         # Ranks may hold different shares of K, and must still go the same way.

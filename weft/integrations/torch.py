@@ -27,9 +27,9 @@ from weft import ops
 from weft.integrations.fallback import Fallback, Kind, problem_of_operands
 from weft.runtime.team.team import Team
 
-# The kernels of symm_mem's ops, held while they are installed, and the names of the groups that they serve.
+# The kernels of symm_mem's ops, held while they are installed, and the groups that they serve.
 _KERNELS: list[torch.library.Library] = []
-_GROUPS: set[str] = set()
+_SERVED: dict[ProcessGroup, Fallback] = {}
 
 
 def install(group: ProcessGroup | DeviceMesh | None = None, *, heap_bytes: int | None = None) -> bool:
@@ -43,8 +43,7 @@ def install(group: ProcessGroup | DeviceMesh | None = None, *, heap_bytes: int |
     fallback = Fallback.of(group, heap_bytes)
     if fallback is None:
         return False
-    resolved = group.get_group() if isinstance(group, DeviceMesh) else group or c10d.group.WORLD
-    _GROUPS.add(resolved.group_name)
+    _SERVED[group.get_group() if isinstance(group, DeviceMesh) else group or c10d.group.WORLD] = fallback
     if not _KERNELS:
         _register("CUDA" if fallback.team.device.type == "cuda" else "CPU")
     return True
@@ -52,7 +51,7 @@ def install(group: ProcessGroup | DeviceMesh | None = None, *, heap_bytes: int |
 
 def uninstall() -> None:
     """Give all groups' ops back to torch. Their teams stay."""
-    _GROUPS.clear()
+    _SERVED.clear()
     for library in _KERNELS:
         library._destroy()
     _KERNELS.clear()
@@ -94,10 +93,10 @@ def _fused_all_gather_matmul(
     fallback = _fallback_of(group_name)
     if fallback is None:
         return original()
+    A, Bs = _without_gradient(A), list(map(_without_gradient, Bs))
     rows = A.shape[:-1].numel() * fallback.team.size
     kind = Kind("all_gather_matmul", (rows, sum(B.shape[-1] for B in Bs), A.shape[-1]), A.dtype, (gather_dim, return_A))
-    with torch.no_grad():  # torch's ops have no gradients: their callers' formulas call them
-        return fallback.call(kind, on_weft, original, problem)
+    return fallback.call(kind, on_weft, original, problem)
 
 
 def _fused_matmul_reduce_scatter(
@@ -121,16 +120,23 @@ def _fused_matmul_reduce_scatter(
     fallback = _fallback_of(group_name)
     if fallback is None:
         return original()
+    A, B = _without_gradient(A), _without_gradient(B)
     sizes = A.shape[:-1].numel(), B.shape[-1], A.shape[-1]
     kind = Kind("matmul_reduce_scatter", sizes, A.dtype, (scatter_dim, reduce_op))
-    with torch.no_grad():
-        return fallback.call(kind, on_weft, original, problem)
+    return fallback.call(kind, on_weft, original, problem)
 
 
 def _fallback_of(group_name: str) -> Fallback | None:
-    if group_name not in _GROUPS:
-        return None
-    return Fallback.of(c10d._resolve_process_group(group_name))
+    group = c10d._resolve_process_group(group_name)
+    fallback = _SERVED.get(group)
+    if fallback is not None and fallback.team.is_closed:
+        return Fallback.of(group)
+    return fallback
+
+
+def _without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as torch's fused ops take it, which have no gradients: their callers' formulas call them."""
+    return x.detach() if x.requires_grad else x
 
 
 def _problem_of_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team: Team) -> str | None:
@@ -146,8 +152,11 @@ def _all_gather_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, team: Team, return_gathered: bool = False
 ) -> list[torch.Tensor]:
     """Products of x[…, K], gathered along ``dim``, and each weight[N, K].T; then the gathered x."""
-    rows = x.movedim(dim, 0)
-    flat = rows.flatten(0, -2)
+    # Each view takes the host a microsecond or two, and a matrix needs none.
+    rows = flat = x
+    if x.dim() > 2:
+        rows = x.movedim(dim, 0)
+        flat = rows.flatten(0, -2)
     if return_gathered:
         outs, gathered = ops.all_gather_matmul(flat, list(weights), team, return_gathered=True)
         outs = [*outs, gathered]
@@ -155,12 +164,16 @@ def _all_gather_linear(
         outs = [ops.all_gather_matmul(flat, weights[0], team)]
     else:
         outs = ops.all_gather_matmul(flat, list(weights), team)
+    if x.dim() == 2:
+        return outs
     shape = team.size * rows.shape[0], *rows.shape[1:-1], -1
     return [out.view(shape).movedim(0, dim) for out in outs]
 
 
 def _linear_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team: Team) -> torch.Tensor:
     """Sum of x[…, K] @ weight[N, K].T over the ranks, scattered along ``dim``."""
+    if x.dim() == 2:
+        return ops.matmul_reduce_scatter(x, weight, team)
     rows = x.movedim(dim, 0)
     out = ops.matmul_reduce_scatter(rows.flatten(0, -2), weight, team)
     return out.view(rows.shape[0] // team.size, *rows.shape[1:-1], -1).movedim(0, dim)

@@ -251,6 +251,10 @@ class Team(TakenByView):
     # --- the ranks ---------------------------------------------------------------------------------------------------
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def node(self) -> Team:
         return self._node or self
 

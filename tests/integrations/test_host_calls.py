@@ -1,4 +1,4 @@
-"""Python frames of a call through a door, beside those of the op; a frame takes the host about 0.1 us."""
+"""Python frames of a call through a door, beside the frames of the op; a frame takes the host about 0.1 us."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def frames_of(counted, monkeypatch, call):
     return host.counted(call)["frames"], graphs.launches == before and not graphs.failures
 
 
-# Of a call; the most Python frames beside those of the op.
+# Of a call; the most Python frames beside the frames of the op.
 FUSED = {
     "gather": (
         lambda fused, a, b, group: fused.fused_all_gather_matmul(a[: M // 2], [b.T], 0, group),

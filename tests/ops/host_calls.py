@@ -119,6 +119,10 @@ def counted_team(patched: pytest.MonkeyPatch, world_size: int = 2) -> tuple[Team
         host.counts["GEMMs"] += 1
         return a.new_empty((a.shape[0], b.shape[0])) if out is None else out
 
+    def scaled(a, b, dtype, out=None):
+        host.counts["GEMMs"] += 1
+        return a.data.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
+
     def copy(target, source, nbytes, stream):
         host.counts["copies"] += 1
 
@@ -136,6 +140,7 @@ def counted_team(patched: pytest.MonkeyPatch, world_size: int = 2) -> tuple[Team
     }.items():  # fmt: skip
         patched.setattr(torch._C, name, stand_in, raising=False)
     patched.setattr(cublas, "_run", multiply)
+    patched.setattr(cublas, "scaled", scaled)
     patched.setattr(cuda, "copy_async", copy)
     patched.setattr(capabilities, "probe", lambda *of, **more: capabilities.simulated(world_size, like="h200"))
     team = Team(platform(world_size))

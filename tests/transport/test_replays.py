@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import weft
+from tests.ops.checking import assert_close
 from tests.transport.replaying import launches_kept, replayed
 from weft import ops
+from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
 from weft.ops.overlap import matmul_all_reduce, matmul_reduce_scatter
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
 from weft.ops.overlap.eager import submit
@@ -217,6 +219,54 @@ def test_ranks_that_replay_and_ranks_that_launch_compute_the_same(world_size, or
     # All but the first calls of a kind, and of the one that makes the workspace.
     assert played >= 5 * len(order) - 2 * len(set(order))
     assert 0 < captures <= 2 * len(order) and not failures
+
+
+def random(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def exact(x, weight):
+    return Fp8(*by_torch(x)).dequantized(torch.float64) @ weight.dequantized(torch.float64).T
+
+
+def fp8_rounds(team):
+    """Compare fp8 calls by designs with halves with plain torch; (captures, replays, failures) of rank 0, which replays."""
+    graphs, me, W, wide = replayed(team) if team.rank == 0 else None, team.rank, team.size, 256
+    a_shard, a, weights = random(0, 8, wide), random(0, 8 * W, wide), [random(rank, N, wide) for rank in range(W)]
+    weights = [quantized_weight(weight.float(), "block") for weight in weights]
+    b, gather, scatter, total = weights[me], random(0, 8 * W, N), random(0, 8, N), random(0, 8 * W, N)
+    cut, sent, summed = (
+        Pipelined(chunks=2, streams=2),
+        matmul_reduce_scatter.Pipelined(streams=2),
+        matmul_all_reduce.Pipelined(),
+    )
+    calls = {
+        "gather": (
+            (a_shard, b, gather),
+            lambda: ALL_GATHER_MATMUL.run_several(cut, team, a_shard, (b,), into=[gather]),
+        ),
+        "scatter": ((a, b, scatter), lambda: MATMUL_REDUCE_SCATTER.run(sent, team, a, b, into=scatter)),
+        "total": ((a, b, total), lambda: MATMUL_ALL_REDUCE.run(summed, team, a, b, into=total)),
+    }
+    for turn in range(4):
+        inputs = [random(100 * turn + rank, 8 * W, wide) for rank in range(W)]
+        a_shard.copy_(inputs[0][8 * me : 8 * me + 8])
+        a.copy_(inputs[me])
+        for name, (operands, run) in calls.items():
+            operands[2].fill_(torch.nan)
+            submit(name, team, operands, None, run)
+        of_all = sum(exact(x, weight) for x, weight in zip(inputs, weights, strict=True))
+        assert_close(gather, exact(inputs[0], b), wide, what="gathered")
+        assert_close(scatter, of_all[8 * me : 8 * me + 8], wide * W, partials=W - 1, what="scattered")
+        assert_close(total, of_all, wide * W, partials=W - 1, what="all-reduced")
+    return graphs and (graphs.captures, graphs.replays, graphs.failures)
+
+
+def test_replayed_fp8_calls_compute_what_launched_ones_do():
+    with launches_kept():
+        (captures, played, failures), of_rank_1 = weft.simulate(fp8_rounds, 2, sms=4)
+    assert of_rank_1 is None and not failures
+    assert 3 <= captures <= 6 and played >= 6
 
 
 def test_a_replay_in_another_turn_would_write_where_the_peer_does_not_read(monkeypatch):

@@ -240,8 +240,9 @@ class AllGatherMatmul(Overlapped):
         bs: Sequence[Operand],
         own_first: bool,
         gathers: bool = False,
-        into: Sequence[torch.Tensor] = (),
-    ) -> list[torch.Tensor]:
+        *,
+        into: Sequence[torch.Tensor],
+    ) -> None:
         rows, names = a.shape[0], ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
         for b in bs if team.size > 1 else ():
             dense = isinstance(b, Fp8) or has_dense_rows(b)
@@ -252,7 +253,7 @@ class AllGatherMatmul(Overlapped):
             # The design of the widest b serves all, and so must read all.
             one, widest = call_of(team.size * rows, a, b, own_first), max(call.N, b.shape[0])
             call = call._replace(N=widest, dense=call.dense and one.dense, aligned=call.aligned and one.aligned)
-        return self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers, into)
+        self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers, into)
 
     def eager(
         self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool, gathers: bool = False
@@ -266,7 +267,7 @@ class AllGatherMatmul(Overlapped):
             members,
             (shard, *bs, *results),
             fields,
-            lambda: self.planned(members, shard, bs, own_first, gathers, results),
+            lambda: self.planned(members, shard, bs, own_first, gathers, into=results),
         )
         return results
 

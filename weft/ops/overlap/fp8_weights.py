@@ -11,6 +11,7 @@ from weft.kernels.fp8 import E4M3, Fp8, check_e4m3
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.op import Op, define
+from weft.ops.overlap.eager import submit
 from weft.ops.overlap.operands import Operand, form_of
 from weft.runtime.team.team import find_team
 
@@ -60,12 +61,25 @@ class OverlappedFp8(Op):
         own_first: bool,
         invariant: bool = False,
     ) -> list[torch.Tensor]:
+        members, rows = find_team(team), a if a_scales is None else Fp8(a, a_scales)
         bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
         options = {"invariant": True} if invariant else {}
-        return self.of.planned(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first, **options)
+        results = self._empty(a, weights, members)
+        submit(
+            self.name,
+            members,
+            (rows, *bs, *results),
+            (own_first, invariant, len(bs)),
+            lambda: self.of.planned(members, rows, bs, own_first, into=results, **options),
+        )
+        return results
 
     def fake(self, a, a_scales, weights, scales, input_scale, team, own_first, invariant=False):
-        rows, world = a.shape[0], find_team(team).size
+        return self._empty(a, weights, find_team(team))
+
+    def _empty(self, a: torch.Tensor, weights: Sequence[torch.Tensor], team: Team) -> list[torch.Tensor]:
+        """A new result for each weight."""
+        rows, world = a.shape[0], team.size
         rows = rows * world if self.of.gathers else rows // world if self.of.rows_sharded else rows
         dtype = torch.bfloat16 if a.dtype == E4M3 else a.dtype
-        return [a.new_empty((rows, weight.shape[0]), dtype=dtype) for weight in weights]
+        return [torch.empty((rows, weight.shape[0]), dtype=dtype, device=a.device) for weight in weights]

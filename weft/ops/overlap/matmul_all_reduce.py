@@ -260,20 +260,21 @@ class MatmulAllReduce(Overlapped):
         a: Operand,
         bs: Sequence[Operand],
         own_first: bool = False,
-        into: torch.Tensor | None = None,
+        *,
+        into: Sequence[torch.Tensor],
         invariant: bool = False,
-    ) -> list[torch.Tensor]:
-        (b,), M = bs, a.shape[0]
+    ) -> None:
+        (b,), (out,), M = bs, into, a.shape[0]
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True")
             agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1]))
         call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
-        return [self.run(self.plan(call, machine_of(team)).design, team, a, b, into)]
+        self.run(self.plan(call, machine_of(team)).design, team, a, b, out)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
         members = find_team(team)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
-        run = partial(self.planned, members, a, (b,), into=out, invariant=invariant)
+        run = partial(self.planned, members, a, (b,), into=[out], invariant=invariant)
         submit(self.name, members, (a, b, out), invariant, run)
         return out
 

@@ -220,20 +220,22 @@ class MatmulReduceScatter(Overlapped):
         return out
 
     def planned(
-        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, into: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        (b,) = bs
+        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, *, into: Sequence[torch.Tensor]
+    ) -> None:
+        (b,), (out,) = bs, into
         dense = isinstance(b, Fp8) or has_dense_rows(b)
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of")
             agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b)))
         design = self.plan(call_of(a.shape[0], a, b, own_first), machine_of(team)).design
-        return [self.run(design, team, a, b, own_first, into)]
+        self.run(design, team, a, b, own_first, out)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         members = find_team(team)
         out = torch.empty((a.shape[0] // members.size, b.shape[0]), dtype=a.dtype, device=a.device)
-        submit(self.name, members, (a, b, out), own_first, lambda: self.planned(members, a, (b,), own_first, out))
+        submit(
+            self.name, members, (a, b, out), own_first, lambda: self.planned(members, a, (b,), own_first, into=[out])
+        )
         return out
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:

@@ -87,11 +87,10 @@ class Overlapped(GemmOp):
             most = max(machine.world_size - 1, getattr(design, "span", 1))
             yield from (one for one in around(design) if getattr(one, "span", 1) <= most)
 
-    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool) -> list[torch.Tensor]:
-        """Results for each b, of checked operands, by their plan, on which the ranks agree.
-
-        An op adds ``into``, results of an earlier allocation.
-        """
+    def planned(
+        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, *, into: Sequence[torch.Tensor]
+    ) -> None:
+        """Compute ``into``, the result for each b, of checked operands, by their plan, on which the ranks agree."""
         raise NotImplementedError
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:

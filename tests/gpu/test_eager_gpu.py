@@ -5,6 +5,7 @@ import torch
 
 import weft
 from weft import ops
+from weft.kernels.fp8 import quantized_weight
 from weft.transport import replays
 from weft.transport.replays import replays_of
 
@@ -18,6 +19,7 @@ def calls_of(team, M, N, K):
     torch.manual_seed(team.rank)
     make = {"device": team.device, "dtype": torch.bfloat16}
     b, two = torch.randn(N, K, **make), [torch.randn(N // 2, K, **make) for _ in range(2)]
+    fp8 = quantized_weight(b, "block")
     a_shard, a = torch.empty(M // team.size, K, **make), torch.empty(M, K, **make)
     return (a_shard, a), {
         "gather": lambda: [ops.all_gather_matmul(a_shard, b, team)],
@@ -26,6 +28,9 @@ def calls_of(team, M, N, K):
         "gathered": lambda: list(ops.all_gather_matmul(a_shard, b, team, return_gathered=True)),
         "scatter": lambda: [ops.matmul_reduce_scatter(a, b, team)],
         "total": lambda: [ops.matmul_all_reduce(a, b, team)],
+        "gather fp8": lambda: [ops.all_gather_matmul(a_shard, fp8, team)],
+        "scatter fp8": lambda: [ops.matmul_reduce_scatter(a, fp8, team)],
+        "total fp8": lambda: [ops.matmul_all_reduce(a, fp8, team)],
     }
 
 

@@ -1,10 +1,12 @@
 """weft's layers in models of Transformers, against the untouched models."""
 
 import copy
+import inspect
 import logging
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import weft
 from weft import ops
@@ -38,7 +40,7 @@ MODELS = {
 
 def model_of(kind, **more):
     theirs.set_verbosity_error()
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind], **more)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | MODELS[kind] | more))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -97,6 +99,31 @@ def test_a_replaced_model_answers_as_the_untouched_one(kind, mode, world_size, m
     expected = answers(model, new=3)
     for found in weft.simulate(main, world_size):
         assert_same(found, expected)
+
+
+@pytest.mark.sweep
+def test_a_replaced_model_is_one_graph_of_torch_compile(monkeypatch):
+    """A prompt, split over the ranks, and a step over a static cache."""
+    monkeypatch.setattr("weft.layers.foreign.splits_tokens", lambda tokens, *sizes: tokens >= 8)
+    model, ids = model_of("Llama", num_hidden_layers=1), torch.randint(2, 64, (2, 6))
+
+    def main(team):
+        mine, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+        replace(mine, team)
+        compiled = torch.compile(mine.forward, dynamic=False, backend=counter)
+        cache = "cache" if "cache" in inspect.signature(type(mine).forward).parameters else "past_key_values"
+        with torch.no_grad():
+            prompts = [forward(ids, use_cache=False).logits for forward in (mine, compiled)]
+            steps = []
+            for forward in (mine, compiled):
+                held = transformers.StaticCache(config=mine.config, max_cache_len=8)
+                mine(ids, **{cache: held})
+                steps.append(forward(ids[:, :1], **{cache: held}).logits)
+        torch.testing.assert_close(*prompts)
+        torch.testing.assert_close(*steps)
+        return counter.frame_count
+
+    assert weft.simulate(main, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("mode", ["sequence_parallel", pytest.param("replicated", marks=pytest.mark.sweep)])

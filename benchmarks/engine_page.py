@@ -26,11 +26,13 @@ the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines
 `python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [one](../benchmarks/lab/FOLDER0),
 [two](../benchmarks/lab/FOLDER1) and [four GPUs](../benchmarks/lab/FOLDER2).
 
-vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, vLLM's all-reduce, its tuned tables of experts, and
-for blocks of fp8 the kernels that it chooses itself. It captures graphs of exactly the measured batches. Left out of its
-package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
-kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its
-KV cache has a fixed size, because several engines start at the same time; one is measured while the others wait.
+vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, its tuned tables of experts, and kernels that it
+chooses itself. It captures graphs of exactly the measured batches. Its KV cache has a fixed size, because several engines start
+at the same time; one is measured while the others wait. Left out of its package, which must fit the way to the machine, are
+FlashAttention 2, code for other GPUs, and FlashInfer where a table says so. With FlashInfer installed, vLLM 0.26 by default
+fuses all-reduces with the norms that follow on Hopper, without NVLink multicast too, and takes FlashInfer's GEMM for fewer than
+32 rows in blocks of fp8, and its kernel for prompts of gated delta nets. So figures on several GPUs, and of few prompts in fp8,
+under which "without FlashInfer" stands, are not those of vLLM as its authors set it up.
 """
 for number, folder in enumerate(FOLDERS):
     HEAD = HEAD.replace(f"FOLDER{number}", folder)
@@ -109,6 +111,11 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     notes = [
         f"{(OTHERS | {'weft': 'weft'})[one['engine']]}: {one['note']}." for one in (ours, *others) if "note" in one
     ]
+    notes += [
+        f"vLLM without FlashInfer{', so without fused all-reduces' * (other['world_size'] > 1)}."
+        for other in others
+        if lacks_flashinfer(other)
+    ]
     lines += [
         "",
         *notes,
@@ -120,6 +127,10 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         "",
     ]
     return lines
+
+
+def lacks_flashinfer(report: dict[str, Any]) -> bool:
+    return report["engine"] == "vllm" and not report.get("flashinfer") and bool(report["rows"])
 
 
 def mean(ratios: list[list[float]], at: int) -> float:

@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import fcntl
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import random
@@ -266,6 +267,14 @@ def arrive(room: Path | None, name: str) -> None:
         (room / f"{name}.here").touch()
 
 
+def version_of(package: str) -> str | None:
+    """Version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     target: Path = chosen.json
     check_clean("--json", target)
@@ -276,6 +285,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
         "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
         **(setting.of_weft if engine == "weft" else {}),
+        **({"flashinfer": version_of("flashinfer-python")} if engine == "vllm" else {}),
         "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
         "repeats": chosen.repeats, "options": setting.options, "rows": [],

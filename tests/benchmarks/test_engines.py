@@ -184,6 +184,14 @@ def test_the_page_pairs_runs_of_one_setting(tmp_path):
     assert "Geometric means of the rows that both have: vLLM 1.00 and 1.50; SGLang 1.00 and 1.25." in page
 
 
+@pytest.mark.parametrize("version, marked", [(None, True), ("0.6.14", False)])
+def test_the_page_says_of_vllm_that_it_ran_without_flashinfer(tmp_path, version, marked):
+    for run in (report("weft", 2.0), report("vllm", 3.0, flashinfer=version)):
+        (tmp_path / f"{run['engine']}.json").write_text(json.dumps(run))
+    note = "\nvLLM without FlashInfer, so without fused all-reduces.\n"
+    assert (note in engine_page.page([tmp_path])) == marked
+
+
 @pytest.mark.parametrize(
     "file, page",
     [("fp8-gemms.md", fp8_page.page)],

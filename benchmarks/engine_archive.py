@@ -2,18 +2,21 @@
 
     python3.12 -m benchmarks.engine_archive vllm vllm.tar.xz --installed names.txt [--work FOLDER] [--arch 90]
     python3.12 -m benchmarks.engine_archive sglang sglang.tar.xz --installed names.txt
+    python3.12 -m benchmarks.engine_archive flashinfer vllm-flashinfer.tar.xz --installed names.txt
 
 names.txt lists the packages that the machine has, one in a line: they are left out, as are packages and files that serve other
 models, pictures, grammars and servers (ENGINES). What the engine's metadata asks for comes from PyPI, until nothing is missing.
 In shared libraries code for other architectures is overwritten with zeros, which compress to nothing; of FlashAttention 3 all
 but bf16 too, and for SGLang all heads but those of 128. The machine needs this Python, and the torch that the engine asks for.
-vLLM 0.26.0 takes some 40 MB, in place of 1.8 GB; SGLang 0.5.17 as much, in place of 2 GB. `benchmarks/engines.sh` unpacks both.
+vLLM 0.26.0 takes some 40 MB, in place of 1.8 GB; SGLang 0.5.17 as much, in place of 2 GB; FlashInfer for vLLM 4 MB, with two
+modules built ahead (flashinfer_modules.py, which says what that needs). `benchmarks/engines.sh` unpacks all three.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import re
 import struct
 import subprocess
@@ -35,6 +38,7 @@ class Engine:
     left_out     packages that the engine imports only for other models, inputs, back ends, grammars and servers
     placeholders of those, modules whose names the engine imports always: can be imported and not called
     files        parts of the paths of files that are left out
+    builder      module of this folder that adds to the installed packages, if any
     kernels      shared libraries -> what machine code must mention to be kept; all code of other libraries is
     """
 
@@ -44,6 +48,7 @@ class Engine:
     placeholders: tuple[str, ...]
     files: tuple[str, ...]
     kernels: dict[str, re.Pattern[bytes]]
+    builder: str = ""
 
 
 # Of FlashAttention 3: the sum of split-KV partials, and the metadata of ragged batches.
@@ -92,6 +97,20 @@ ENGINES = {
             # Heads of 128 in bf16, without a soft cap; the third flag of a kernel.
             "flash_ops": re.compile(rb"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E(?:Lb[01]E){2}Lb0E" + ALWAYS)
         },
+    ),
+    # What vLLM 0.26 calls by default on Hopper of the FlashInfer that it asks for; what compiles other modules fails.
+    "flashinfer": Engine(
+        packages=("flashinfer-python==0.6.14", "apache-tvm-ffi==0.1.10"),
+        left_out=frozenset(("torch", "cuda-tile", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")),
+        placeholders=(),
+        # Sources, but for the headers of kernels that the GEMM of few rows compiles for each shape.
+        files=(
+            "data/cccl/", "data/cutlass/", "data/spdlog/", "data/include/", "csrc/fused_moe/", "csrc/nv_internal/cpp/",
+            "csrc/nv_internal/include/", "tensorrt_llm/kernels/", "tensorrt_llm/common/", "tensorrt_llm/cutlass_extensions/",
+            "tensorrt_llm/thop/", "flashinfer/data/csrc/xqa/", "tvm_ffi/include/", "tvm_ffi/3rdparty/",
+        ),
+        kernels={},
+        builder="benchmarks.flashinfer_modules",
     ),
 }  # fmt: skip
 PLACEHOLDER = '''"""Stands for a package that is not in the archive: names can be imported and not called."""
@@ -222,6 +241,9 @@ def make(engine: Engine, target: Path, installed: frozenset[str], work: Path, ar
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(work)]
         subprocess.run([*pip, *needs], check=True)
         needs = missing(work, absent)
+    if engine.builder:
+        paths = f"{work.resolve()}:{Path(__file__).resolve().parents[1]}"
+        subprocess.run([sys.executable, "-m", engine.builder], check=True, env={**os.environ, "PYTHONPATH": paths})
     slim(work, engine, arch)
     subprocess.run(
         f"tar c --sort=name --exclude=__pycache__ -C '{work}' . | xz -T2 -6 > '{target}'", shell=True, check=True

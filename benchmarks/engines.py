@@ -27,6 +27,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -143,8 +144,9 @@ def vllm_engine(setting: Setting) -> Generate:
     text_only: dict[str, Any] = {}
     if "text_config" in json.loads((folder / "config.json").read_text()):
         text_only = {"language_model_only": True}
-        if importlib.util.find_spec("flashinfer") is None:
-            text_only["gdn_prefill_backend"] = "triton"  # its choice on Hopper is FlashInfer's, installed or not
+        if importlib.util.find_spec("flashinfer") is None or "FLASHINFER_DISABLE_JIT" in os.environ:
+            # Its choice on Hopper is FlashInfer's, installed or not, which is compiled for minutes at the first call.
+            text_only["gdn_prefill_backend"] = "triton"
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=setting.world_size,
         max_model_len=MAX_LENGTH, max_num_seqs=max(setting.batches), enable_prefix_caching=False, **text_only,

@@ -4,8 +4,9 @@
 #     bash benchmarks/engines.sh OUT ARCHIVES MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES[:DRAFTS:ACCEPTANCE] … [plugin:MODEL:GPUS:CACHE_BYTES]
 #     bash benchmarks/engines.sh results vllm.tar.xz,sglang.tar.xz qwen3-32b:fp8:2:1x128,8x128,32x128,128x128,1x8192:8000000000
 #
-# ARCHIVES      vllm.tar.xz, sglang.tar.xz or both with a comma between (benchmarks/engine_archive.py): packages that are not
-#               installed, each unpacked once into a folder of its own; an engine without an archive is left out. "-": all are installed
+# ARCHIVES      vllm.tar.xz, vllm-flashinfer.tar.xz, sglang.tar.xz with commas between (benchmarks/engine_archive.py): packages
+#               that are not installed, unpacked once into a folder for each engine; an engine without an archive is left out.
+#               "-": all are installed. Without FlashInfer vLLM fuses no all-reduces with norms
 # QUANTIZATION  fp8, or bf16
 # CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
 #               gated delta nets there, one for each draft too: on one of two GPUs 300 MB a sequence of Qwen3.6-27B with three
@@ -47,11 +48,13 @@ if [ "$archives" != - ]; then
     exec 9> /tmp/engine-sites.lock && flock 9 # of several scripts one unpacks
     for engine in vllm sglang; do
         measured $engine || continue
-        archive=$(tr , '\n' <<< "$archives" | grep -E "(^|/)$engine[^/]*$")
-        [ -n "$archive" ] || { without $engine "no archive of it is given" && continue; }
+        mapfile -t packages < <(tr , '\n' <<< "$archives" | grep -E "(^|/)$engine[^/]*$")
+        [ ${#packages[@]} -gt 0 ] || { without $engine "no archive of it is given" && continue; }
         site=/tmp/$engine-site
         [ -e $site/unpacked ] && continue
-        mkdir -p $site && tar -xJf "$archive" -C $site && touch $site/unpacked || exit 1
+        mkdir -p $site
+        for archive in "${packages[@]}"; do tar -xJf "$archive" -C $site || exit 1; done
+        touch $site/unpacked
         python -m compileall -q -j 32 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
         say "$engine is unpacked"
     done
@@ -70,7 +73,12 @@ with_packages() {
     case $engine in
     vllm)
         variables=(VLLM_NO_USAGE_STATS=1 "VLLM_CACHE_ROOT=$cache" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0
-            VLLM_DEEP_GEMM_WARMUP=skip "TRITON_CACHE_DIR=$cache/triton")
+            VLLM_DEEP_GEMM_WARMUP=skip "TRITON_CACHE_DIR=$cache/triton" "TRTLLM_DG_CACHE_DIR=$cache/tensorrt_llm")
+        # FlashInfer's all-reduces over pointers, where multicast is off, each buffer in an allocation of its own. Of its
+        # modules those that are built ahead alone run: others would be compiled for minutes. vLLM looks for nvcc in the path.
+        [ "$archives" = - ] || variables+=(VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm TORCH_SYMMMEM_IMPLICIT_POOL=0
+            FLASHINFER_DISABLE_JIT=1 FLASHINFER_CUDA_ARCH_LIST=9.0a "FLASHINFER_WORKSPACE_BASE=$cache"
+            "PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin")
         ;;
     sglang)
         # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name.
@@ -208,7 +216,7 @@ for engine in vllm sglang; do
     beside $engine "$@"
     [ "$archives" = - ] || tar -c -I "xz -T0 -1" -f "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
 done
-grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
+grep -ahoE "Enabled custom fusions.{0,80}|Initialized FlashInfer.{0,80}|Selected [A-Za-z0-9]*Kernel for [A-Za-z0-9]*|Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 grep -ahoE "(attention_backend|moe_runner_backend|fp8_gemm_runner_backend|flashinfer_allreduce_fusion_backend)='?[a-z0-9_]+|All Reduce config.{0,120}|KV Cache is allocated.{0,80}|Capture .{0,20}graph end.{0,80}|Load weight end.{0,60}" \
     "$out"/sglang-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220

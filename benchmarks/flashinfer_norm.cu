@@ -19,7 +19,7 @@ cudaError_t launch(fusion::AllReduceFusionParams<T> const& params, bool pdl) {
 template <typename T>
 void run(TensorView in, int64_t ranks, int64_t rank, int64_t tokens, int64_t hidden, TensorView workspace, bool pdl,
          bool oneshot, bool trigger_at_end, TensorView residual_in, TensorView residual_out, TensorView norm_out,
-         TensorView gamma, double eps) {
+         TensorView gamma, double eps, double weight_bias) {
   fusion::AllReduceFusionParams<T> params{};
   params.nranks = ranks;
   params.rank = rank;
@@ -32,6 +32,7 @@ void run(TensorView in, int64_t ranks, int64_t rank, int64_t tokens, int64_t hid
   params.norm_out = norm_out.data_ptr();
   params.rms_gamma = gamma.data_ptr();
   params.rms_eps = static_cast<float>(eps);
+  params.weight_bias = static_cast<float>(weight_bias);
   params.use_oneshot = oneshot;
   params.pattern = fusion::AllReduceFusionPattern::kARResidualRMSNorm;
   params.trigger_completion_at_end = trigger_at_end;
@@ -40,7 +41,7 @@ void run(TensorView in, int64_t ranks, int64_t rank, int64_t tokens, int64_t hid
   TVM_FFI_ICHECK(status == cudaSuccess) << "the launch failed: " << cudaGetErrorString(status);
 }
 
-// The arguments of FlashInfer's function of this name.
+// The arguments of FlashInfer's function of this name. This pattern writes no sum: `out` stays as it is.
 void trtllm_allreduce_fusion(TensorView in, int64_t ranks, int64_t rank, int64_t tokens, int64_t hidden,
                              TensorView workspace, bool pdl, bool oneshot, bool trigger_at_end, bool fp32_acc,
                              int64_t pattern, Optional<TensorView> out, Optional<TensorView> residual_in,
@@ -49,13 +50,13 @@ void trtllm_allreduce_fusion(TensorView in, int64_t ranks, int64_t rank, int64_t
                              Optional<double> eps, Optional<TensorView> scale_factor, Optional<int64_t> layout,
                              Optional<int64_t> group_size, Optional<double> weight_bias) {
   ffi::CUDADeviceGuard guard(in.device().device_id);
-  TVM_FFI_ICHECK(fp32_acc && pattern == 1 && !out.has_value() && (ranks == 2 || ranks == 4 || ranks == 8))
+  TVM_FFI_ICHECK(fp32_acc && pattern == 1 && (ranks == 2 || ranks == 4 || ranks == 8))
       << "this build sums in fp32 over 2, 4 or 8 ranks, with residual and norm";
   auto code = encode_dlpack_dtype(in.dtype());
   TVM_FFI_ICHECK(code == bfloat16_code || code == float16_code) << "this build takes bf16 and fp16";
   auto call = code == bfloat16_code ? run<__nv_bfloat16> : run<half>;
   call(in, ranks, rank, tokens, hidden, workspace, pdl, oneshot, trigger_at_end, residual_in.value(), residual_out.value(),
-       norm_out.value(), gamma.value(), eps.value());
+       norm_out.value(), gamma.value(), eps.value(), weight_bias.value_or(0.0));
 }
 
 // Minus zero everywhere: what the kernel takes for "not there yet".

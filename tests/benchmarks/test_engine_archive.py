@@ -67,6 +67,20 @@ def test_files_that_no_engine_needs_are_left_out(tmp_path):
     assert left == {"sgl_kernel/sm90/common_ops.abi3.so", "sglang/srt/a.py"} | stand_ins
 
 
+def test_of_flashinfer_built_modules_stay_and_the_headers_that_they_compile(tmp_path):
+    data = "flashinfer/data"
+    kept = {
+        f"{data}/aot/trtllm_comm/trtllm_comm.so",
+        f"{data}/csrc/nv_internal/tensorrt_llm/deep_gemm/fp8_gemm_impl.cuh",
+        "tvm_ffi/lib/libtvm_ffi_testing.so",
+    }
+    for name in (*kept, f"{data}/cutlass/include/a.h", f"{data}/csrc/nv_internal/tensorrt_llm/kernels/a.cu"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    engine_archive.slim(tmp_path, engine_archive.ENGINES["flashinfer"], 90)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()} == kept
+
+
 def test_placeholders_can_be_imported_and_not_called(tmp_path, monkeypatch):
     (tmp_path / "nothing_there").mkdir()
     (tmp_path / "nothing_there" / "__init__.py").write_text(engine_archive.PLACEHOLDER)

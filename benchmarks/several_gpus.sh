@@ -69,7 +69,7 @@ for step in "$@"; do
     gemms)
         bench "ag-gemm@qwen3-32b:$rows" "gemm-rs@qwen3-32b:$rows" "gemm-ar@qwen3-32b:1,16,$rows" \
             gemm@qwen3-32b:1,8,16,32,64,128 --eager --out "$out"
-        bench ag-gemm@qwen3-32b:4096,8192 gemm-rs@qwen3-32b:512,4096,8192 --providers weft.fused,tiles --out "$out-tiles"
+        bench ag-gemm@qwen3-32b:4096,8192 gemm-rs@qwen3-32b:512,4096,8192 --providers weft.auto,tiles --out "$out-tiles"
         ;;
     layers)
         bench mlp attn --model qwen3-32b --check --providers weft,$torch --out "$out"

@@ -38,7 +38,7 @@ NOT_RUN = {
     r"python -m tests\.simulator\.simulated_triton": "writes a page, which tests/simulator compares",
     r"python -m tests\.zoo\.table": "writes tables, which tests/zoo/test_zoo.py compares",
     # GPUs.
-    r"python -m (benchmarks\.(engines run|lab\.\w+|serving|start_up)|tests\.gpu\.suite).*": "GPUs",
+    r"python -m (benchmarks\.(engines run|lab\.\w+|serving|start_up|trace_cost)|tests\.gpu\.suite).*": "GPUs",
     r"python -m benchmarks\.(delta_and_latents|doors\.\w+)(?<!thresholds).*": "GPUs; tests/benchmarks/test_doors.py",
     r"weft bench (--eager|--regret).*": "GPUs; tests/bench",
     r"weft bench .*--out benchmarks/results/.*": "GPUs, whose results it records",

@@ -166,6 +166,11 @@ def cache_tokens(model: str, world_size: int, size: int) -> int:
     return size // (2 * config.num_hidden_layers * config.cached_elements(world_size))
 
 
+def all_reduce_fusion(config: dict[str, Any], world_size: int) -> dict[str, str]:
+    """SGLang's default for mixtures on Hopper, by name: the other back end uses NVLink multicast."""
+    return {"flashinfer_allreduce_fusion_backend": "trtllm"} if "num_experts" in config and world_size > 1 else {}
+
+
 def sglang_engine(setting: Setting) -> Generate:
     """SGLang with its defaults for Hopper; the option `kv_cache_memory_bytes` bounds its KV cache, as vLLM's does."""
     config = config_of(setting.model, setting.quantization)
@@ -181,10 +186,7 @@ def sglang_engine(setting: Setting) -> Generate:
         "cuda_graph_bs_decode": sorted(set(setting.batches)), "cuda_graph_max_bs_decode": max(setting.batches),
         "log_level": "info",
     }  # fmt: skip
-    if "num_experts" in config and setting.world_size > 1:
-        # Its default for mixtures on Hopper, by name: the other back end uses NVLink multicast.
-        options["flashinfer_allreduce_fusion_backend"] = "trtllm"
-    options |= setting.options
+    options |= all_reduce_fusion(config, setting.world_size) | setting.options
     if size := options.pop("kv_cache_memory_bytes", None):
         # The fraction covers weights too, and takes those of engines that start at the same time for its own.
         options = {"mem_fraction_static": 0.9, **options}

@@ -1,12 +1,14 @@
-"""`weft serve` and `vllm serve` under the same load, one after the other on the same GPUs.
+"""`weft serve`, `vllm serve` and SGLang's server under the same load, one after the other on the same GPUs.
 
     python -m benchmarks.serving --model qwen3-8b --world-size 1 --out RUNS [--vllm-python ENVIRONMENT/bin/python]
+    python -m benchmarks.serving --servers weft,vllm,sglang --archives vllm.tar.xz,sglang.tar.xz --world-size 2 --out RUNS
     python -m benchmarks.serving --table --out RUNS
 
-Each server has random weights of a published model's sizes and no tokenizer, the same longest sequence and number of sequences,
-and else its own defaults, as its authors recommend it: vLLM with torch.compile and CUDA graphs, and with FlashInfer's sampler
-where that is installed; weft with its warm-up. `weft bench serve` drives both, by the same requests: closed loops, then
-Poisson arrivals. RUNS gets NAME.json and NAME.log of each server, and the table prints every row, those that weft loses too.
+Each server has random weights of a published model's sizes, the same longest sequence and number of sequences, and else its
+own defaults, as its authors recommend it: vLLM with torch.compile and CUDA graphs, and with FlashInfer's sampler where that is
+installed; weft with its warm-up. None has a tokenizer but SGLang, whose API sends text alone. `weft bench serve` drives all, by
+the same requests: closed loops, then Poisson arrivals. RUNS gets NAME.json and NAME.log of each server, and the table prints
+every row, those that weft loses too. --archives are those of benchmarks/engines.sh: packages that are not installed.
 
 A server that ends, that is not ready in time, or whose load is not over in time is an error with the last lines of its log. All
 processes of a server are ended before the next begins, also after an error or an interrupt.
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from benchmarks.engines import folder_of
+from benchmarks.engines import all_reduce_fusion, config_of, folder_of
 from weft.bench.harness.machine import check_clean, revision
 from weft.models.families import PUBLISHED
 from weft.runtime.files import put
@@ -65,23 +67,56 @@ class Server:
 def weft_server(chosen: argparse.Namespace) -> Server:
     lengths = ["--max-seq-len", str(chosen.max_length), "--max-batch", str(chosen.max_sequences)]
     model = ["--dummy-weights", "--world-size", str(chosen.world_size), "--device", "cuda"]
+    form = ["--quantization", chosen.quantization] if chosen.quantization else []
     return Server(
         name="weft",
-        command=[sys.executable, "-m", "weft", "serve", chosen.model, "--no-warm-up-late", *model, *lengths],
+        command=[sys.executable, "-m", "weft", "serve", chosen.model, "--no-warm-up-late", *model, *form, *lengths],
     )
 
 
+def python_of(engine: str, archives: str) -> list[str]:
+    """Command of a Python with an engine's packages from archives."""
+    return ["bash", "benchmarks/engine_packages.sh", engine, archives, sys.executable]
+
+
 def vllm_server(chosen: argparse.Namespace) -> Server:
-    python = chosen.vllm_python
-    flashinfer = subprocess.run([python, "-c", "import flashinfer.sampling"], capture_output=True, timeout=300)
+    python, environment = [chosen.vllm_python], {"HF_HUB_OFFLINE": "1"}
+    if chosen.archives:
+        python = python_of("vllm", chosen.archives)
+    else:
+        flashinfer = subprocess.run([*python, "-c", "import flashinfer.sampling"], capture_output=True, timeout=300)
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = str(int(flashinfer.returncode == 0))
     model = ["--load-format", "dummy", "--skip-tokenizer-init", "--tensor-parallel-size", str(chosen.world_size)]
     lengths = ["--max-model-len", str(chosen.max_length), "--max-num-seqs", str(chosen.max_sequences)]
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder_of(chosen.model)), *model, *lengths]
-    environment = {"VLLM_USE_FLASHINFER_SAMPLER": str(int(flashinfer.returncode == 0)), "HF_HUB_OFFLINE": "1"}
+    folder = str(folder_of(chosen.model, chosen.quantization))
+    command = [*python, "-m", "vllm.entrypoints.cli.main", "serve", folder, *model, *lengths]
     return Server(name="vllm", command=[*command, "--served-model-name", chosen.model], environment=environment)
 
 
-SERVERS = {"weft": weft_server, "vllm": vllm_server}
+def sglang_server(chosen: argparse.Namespace) -> Server:
+    folder = folder_of(chosen.model, chosen.quantization)
+    add_tokenizer(folder)
+    python = python_of("sglang", chosen.archives or "-")
+    model = ["--model-path", str(folder), "--load-format", "dummy", "--tp-size", str(chosen.world_size)]
+    lengths = ["--context-length", str(chosen.max_length), "--max-running-requests", str(chosen.max_sequences)]
+    fusion = all_reduce_fusion(config_of(chosen.model), chosen.world_size)
+    options = [part for name, value in fusion.items() for part in (f"--{name.replace('_', '-')}", value)]
+    command = [*python, "-m", "sglang.launch_server", *model, *lengths, *options, "--served-model-name", chosen.model]
+    return Server(name="sglang", command=command)
+
+
+def add_tokenizer(folder: Path) -> None:
+    """A tokenizer for each id of a model with config.json alone."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = {f"t{number}": number for number in range(size)}
+    put(folder / "tokenizer.json", Tokenizer(WordLevel(vocabulary, unk_token="t0")).to_str())
+    put(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+SERVERS = {"weft": weft_server, "vllm": vllm_server, "sglang": sglang_server}
 
 
 @contextmanager
@@ -208,8 +243,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of FOLDER's runs; measure nothing")
     parser.add_argument("--model", default="qwen3-8b", choices=PUBLISHED, help="sizes of a published model")
     parser.add_argument("--world-size", type=int, default=1, help="GPUs, tensor parallel")
-    parser.add_argument("--servers", default="weft,vllm", help="of weft and vllm, with a comma between")
+    parser.add_argument("--servers", default="weft,vllm", help="of weft, vllm and sglang, with commas between")
     parser.add_argument("--vllm-python", default=shutil.which("python"), help="interpreter of vLLM's environment")
+    parser.add_argument(
+        "--archives", help="of vLLM's and SGLang's packages, with commas between; without: all are installed"
+    )
+    parser.add_argument("--quantization", choices=["fp8"], help="block fp8; without it bf16")
     parser.add_argument("--max-length", type=int, default=8192, help="tokens of a prompt and its answer")
     parser.add_argument("--max-sequences", type=int, default=128, help="requests that run at once")
     parser.add_argument("--concurrency", default="1,16,64", help="closed loops")
@@ -221,7 +260,7 @@ def main() -> None:
     chosen = parser.parse_args()
     names = chosen.servers.split(",")
     if unknown := [name for name in names if name not in SERVERS]:
-        parser.error(f"--servers {unknown[0]} is not weft or vllm")
+        parser.error(f"--servers {unknown[0]} is not weft, vllm or sglang")
     if chosen.table:
         print(table({name: json.loads((chosen.out / f"{name}.json").read_text()) for name in names}))
         return

@@ -81,6 +81,37 @@ def test_a_server_that_fails_is_an_error_with_its_log_and_leaves_nothing(tmp_pat
     assert has_ended(child_of(tmp_path / "weft.log"))
 
 
+def test_servers_run_with_packages_of_archives():
+    chosen = SimpleNamespace(
+        model="qwen3-30b-a3b", world_size=2, max_length=64, max_sequences=8, archives="a/vllm.tar.xz,a/sglang.tar.xz",
+        quantization="fp8", vllm_python=None,
+    )  # fmt: skip
+    packages = ["bash", "benchmarks/engine_packages.sh"]
+    vllm, sglang = serving.vllm_server(chosen), serving.sglang_server(chosen)
+    assert vllm.command[:6] == [*packages, "vllm", chosen.archives, sys.executable, "-m"]
+    assert sglang.command[:7] == [*packages, "sglang", chosen.archives, sys.executable, "-m", "sglang.launch_server"]
+    option = sglang.command.index("--flashinfer-allreduce-fusion-backend")
+    assert sglang.command[option + 1] == "trtllm"
+    folder = Path(sglang.command[sglang.command.index("--model-path") + 1])
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    assert len(tokenizer["model"]["vocab"]) == 151_936
+
+
+def test_packages_come_from_the_archives_of_an_engine(tmp_path):
+    """The order of two archives of one engine, and the variables, by a stand-in for what unpacks them."""
+    script = f"""
+        . {serving.ROOT}/benchmarks/engine_packages.sh
+        archives=x/vllm2.tar.xz,x/vllm-flashinfer.tar.xz,x/sglang.tar.xz
+        archives_of vllm
+        with_packages vllm printenv PYTHONPATH VLLM_FLASHINFER_ALLREDUCE_BACKEND TORCH_SYMM_MEM_DISABLE_MULTICAST"""
+    lines = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True
+    ).stdout.split()
+    assert lines[:2] == ["x/vllm2.tar.xz", "x/vllm-flashinfer.tar.xz"]
+    assert lines[2].startswith(f"{tmp_path}:/tmp/vllm-site:") and lines[3:] == ["trtllm", "1"]
+
+
 def test_a_load_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "LOAD_SECONDS", 0.1)
     (tmp_path / "weft.log").write_text("slow\n")

@@ -288,8 +288,8 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     return total if w.shared is None else total + shared_expert(x, w.shared, gate)
 
 
-def with_bias(x: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    """x + bias[expert]; x without biases."""
+def with_bias(x: Tensor, bias: Tensor | None, expert: int | Tensor) -> Tensor:
+    """x + bias[expert], of one expert or of each row's; x without biases."""
     return x if bias is None else x + bias[expert]
 
 

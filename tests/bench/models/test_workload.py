@@ -31,6 +31,7 @@ from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
 from weft.engine.config import EngineConfig
+from weft.models.config import DecoderConfig
 from weft.models.families import PUBLISHED
 from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions
 from weft.parallel.reference import Reference
@@ -219,9 +220,32 @@ OLMO = replace(
     attention=AttentionOptions(qk_norm=True, norm_all_heads=True),
     block=BlockOptions(norms_before=False, norms_after=True, residual_scale=0.5, embedding_scale=3.0),
 )
+PUBLISHED_SIZES = {
+    "vocab_size": 130, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 256,
+}  # fmt: skip
+OF_GPT_OSS = PUBLISHED_SIZES | {
+    "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+}  # fmt: skip
+IN_16_BITS = ["self_attn", "router", "embed_tokens", "lm_head"]
+GPT_OSS = DecoderConfig.from_dict(OF_GPT_OSS)
+MXFP4 = DecoderConfig.from_dict(
+    OF_GPT_OSS | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": IN_16_BITS}}
+)
+DELTA_NETS = DecoderConfig.from_dict(
+    PUBLISHED_SIZES
+    | {"model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+)
+LATENTS = DecoderConfig.from_dict(
+    PUBLISHED_SIZES
+    | {"model_type": "deepseek_v2", "num_key_value_heads": 8, "kv_lora_rank": 32, "q_lora_rank": None, "v_head_dim": 16}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+)
 CONFIGS = {
     "qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS, "shared expert": WITH_SHARED,
-    "gemma": GEMMA, "olmo": OLMO,
+    "gemma": GEMMA, "olmo": OLMO, "gpt-oss": GPT_OSS,
 }  # fmt: skip
 
 
@@ -385,6 +409,83 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
     made = replace(workload("model", "decode:2x6", modes=("gemm_ar",), providers=("weft",)), model=name)
     [row] = run(replace(made, teacher_forced=True), check_only=True).rows
     assert row.reason is None if complaint is None else re.search(complaint, row.reason)
+
+
+def with_config(monkeypatch, config):
+    """Take ``config`` for the tiny model."""
+    for module in ("steps", "workload"):
+        monkeypatch.setattr(f"weft.bench.models.{module}.config_of", lambda model, layers=None: config)
+
+
+def test_experts_stored_in_4_bits_are_checked(monkeypatch):
+    """By weights in 16 bits, which eager torch makes for the check and is not timed with."""
+    with_config(monkeypatch, MXFP4)
+    made = workload("model", "prefill:1x4", modes=("auto",))
+    [row] = run(made, 1, check_only=True).rows
+    assert (row.provider, row.reason) == ("weft.auto", None) and 0 < row.rms_error < 0.08
+
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        neighbours_experts(made)
+        return made
+
+    monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
+    assert "wrong answer: " in run(made, 1, check_only=True).rows[0].reason
+
+
+@pytest.mark.parametrize(
+    ("config", "lacked"),
+    [(DELTA_NETS, "gated delta nets"), (LATENTS, "latent attention")],
+    ids=["delta nets", "latents"],
+)
+def test_what_eager_torch_does_not_compute_runs_alone_and_is_named(config, lacked, monkeypatch):
+    with_config(monkeypatch, config)
+    steps, only = (
+        ["model@prefill:2x5,decode:2x6", "--check-only", "--mode", "auto"],
+        ["--providers", "weft,torch.eager"],
+    )
+    result = CliRunner().invoke(app, [*steps, *only])
+    assert result.exit_code == 0, result.output
+    for step in ("prefill 2x5", "decode 2x6"):
+        line = next(line.split() for line in result.stdout.splitlines() if line.startswith(step))
+        assert line[2:4] == ["right", "–"]
+    assert f"torch.eager: it does not compute {lacked}\n" in result.stdout
+    assert f"Eager torch does not compute {lacked}: answers are only checked to be finite" in result.stdout
+    for words, message in (
+        (["attn"], f"attn does not time {lacked}"),
+        (["model", "--check"], f"not compute {lacked} of"),
+    ):
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and message in refused.stderr
+
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        made.norm.weight.data = torch.full_like(made.norm.weight, torch.nan)
+        return made
+
+    monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
+    found = run(workload("model", "prefill:2x5", modes=("auto",), providers=("weft",)), check_only=True)
+    assert "NaN or infinite numbers" in found.rows[0].reason
+
+
+def test_answers_that_are_compared_with_nothing_are_counted(monkeypatch):
+    with_config(monkeypatch, LATENTS)
+    made = workload("generate", "1x3+2", modes=("auto",), providers=("weft",))
+    [row] = run(made, 1, check_only=True).rows
+    assert row.reason is None and made.check_rule == generate.COUNTED
+
+
+def test_prompts_need_no_answer_of_eager_torch_beside_a_random_cache(monkeypatch):
+    def expected(problem, local=False):
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(StepProblem, "answer", expected)
+    made = replace(workload("model", "prefill:2x5", providers=("weft.auto",)), random_cache=True)
+    assert [row.reason for row in run(made, check_only=True).rows] == [None]
+    assert made.check_rule.startswith("finite logits")
+    # More tokens than the model has positions.
+    [shape] = parse_steps("model", ["prefill:1x300"], TINY_CONFIG, random_cache=True)
+    assert shape.size == (1, 300, 300)
 
 
 @pytest.mark.parametrize("layout", [None, "slices", (2, 4)])
@@ -897,7 +998,6 @@ def test_generate_checks_every_token_with_check_or_without():
         (["gemm", "--breakdown"], "--breakdown belongs to mlp, attn, model; gemm takes --shapes"),
         (["gemm", "--layers", "0"], "--layers belongs to mlp"),
         (["model", "--random-cache", "--check"], "--check compares answers, which --random-cache makes meaningless"),
-        (["model", "--random-cache"], "--shapes prefill:2x5: a prompt has nothing cached before it"),
         (["generate", "--random-cache"], "--random-cache belongs to single steps"),
         (["model", "--expert-layout", "slices"], "--expert-layout slices: tiny has no experts; leave it out"),
         (["model", "--quantization", "awq"], "--quantization awq is unknown; choose one of fp8, fp8_per_block"),

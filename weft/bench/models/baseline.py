@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from weft.kernels.fp8 import Fp8
+from weft.kernels.four_bit import FourBit
 from weft.parallel import plain
 from weft.parallel.plain import normed_and_turned
 from weft.parallel.quantized import operands
 from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.rotary import rotary_angles
-from weft.parallel.tensors import AttentionWeights, LayerWeights, MoEWeights, NormWeights
+from weft.parallel.tensors import AttentionWeights, LayerWeights, Matrix, MoEWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
 
 if TYPE_CHECKING:
@@ -72,6 +72,13 @@ class Tokens(NamedTuple):
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     windowed: torch.Tensor | None = None
+
+
+def lacks(config: DecoderConfig) -> str:
+    """Name of the model's blocks that the baseline does not compute; "" if it computes all."""
+    if config.linear_attention is not None:
+        return "gated delta nets"
+    return "latent attention" if config.attention.latent is not None else ""
 
 
 class Widened:
@@ -241,15 +248,17 @@ def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     local = torch.where((local < 0) | (local >= count), count, local)
     local, order = local.sort(stable=True)
     ends = torch.searchsorted(local, torch.arange(count, device=x.device), right=True).int()
+    expert = local.clamp(max=count - 1)
     rows = x[order // k]
-    gate_up = _grouped_linear(rows, w.gate_up, ends)
-    y = _grouped_linear(plain.silu_mul(gate_up), w.down, ends)
+    gate_up = plain.with_bias(_grouped_linear(rows, w.gate_up, ends), w.gate_up_bias, expert)
+    h = plain.silu_mul(gate_up) if w.swiglu is None else plain.clamped_swiglu(gate_up, w.swiglu)
+    y = plain.with_bias(_grouped_linear(h, w.down, ends), w.down_bias, expert)
     weighted = torch.where((local < count)[:, None], y * weights.flatten()[order][:, None], 0)
     total = torch.empty_like(weighted).index_copy_(0, order, weighted).view(T, k, -1).sum(1)
     return total if w.shared is None else total + plain.shared_expert(x, w.shared, gate)
 
 
-def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor | Fp8, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_linear(rows: torch.Tensor, weight: Matrix, ends: torch.Tensor) -> torch.Tensor:
     rows, weight = operands(rows, weight)
     return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
@@ -273,7 +282,9 @@ def rotary_tables(
 
 
 def mapped(change: Callable[[torch.Tensor], torch.Tensor], weights: Any) -> Any:
-    """The same NamedTuple with `change` applied to every tensor in it."""
+    """The same NamedTuple with `change` applied to every tensor in it, except matrices in 4 bits."""
+    if isinstance(weights, FourBit):
+        return weights
     if isinstance(weights, tuple):
         return type(weights)(*(mapped(change, part) for part in weights))
     return change(weights) if isinstance(weights, torch.Tensor) else weights

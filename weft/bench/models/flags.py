@@ -15,6 +15,7 @@ from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
     from weft.bench.models.workload import ModelWorkload
+    from weft.models.config import DecoderConfig
 
 # Flags without effect on generate, which times complete generations and always checks every token.
 OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
@@ -45,7 +46,10 @@ class ModelFlags:
     ] = False
     random_cache: Annotated[
         bool,
-        typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
+        typer.Option(
+            "--random-cache",
+            help="Decode after a random cache, of any length; compare no answers, also after prompts",
+        ),
     ] = False
     expert_layout: Annotated[
         str | None,
@@ -114,6 +118,20 @@ class ModelFlags:
                 )
             raise ValueError(f"{flag} belongs to {', '.join(takers)}; {', '.join(ops)} takes --shapes")
 
+    def _check_blocks(self, level: str, model: str, config: DecoderConfig) -> None:
+        """Raise ValueError for what ``level`` does not do with the model's blocks."""
+        from weft.bench.models.baseline import lacks
+
+        lacked = lacks(config)
+        if lacked and level == "attn":
+            raise ValueError(
+                f"--model {model}: attn does not time {lacked}; take weft bench model with --layers 1 or more"
+            )
+        if lacked and self.check and level == "model":
+            raise ValueError(
+                f"--check compares with eager torch, which does not compute {lacked} of {model}; leave it out"
+            )
+
     def workload(
         self,
         level: str,
@@ -134,6 +152,7 @@ class ModelFlags:
         if simulated:
             check_simulable(model, config, f"--model {TINY}")
         check_split(model, config, world_size)
+        self._check_blocks(level, model, config)
         layout = layout_of(self.expert_layout)
         if layout is not None:
             if config.experts is None:

@@ -48,7 +48,8 @@ class StepProblem(Problem):
     """Problem of one step of ``level``: weft's models and the baseline share their weights.
 
     teacher_forced  compare answers before timing: logits over given tokens; of layers, all that are timed
-    random_cache    what comes before a decoding step is random, for each provider anew; answers need only be finite
+    compares        answers with the eager baseline's; else what comes before a decoding step is random, for each provider anew,
+                    and answers need only be finite
     expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
     """
 
@@ -61,10 +62,10 @@ class StepProblem(Problem):
         team: Team,
         *,
         teacher_forced: bool = False,
-        random_cache: bool = False,
+        compares: bool = True,
         expert_layout: Layout | None = None,
     ) -> None:
-        self.shape, self.team, self.teacher_forced, self.random_cache = shape, team, teacher_forced, random_cache
+        self.shape, self.team, self.teacher_forced, self.compares = shape, team, teacher_forced, compares
         self.dtype, self.dtype_name = DTYPES[dtype], dtype
         if level != "model":
             on_gpus = team.device.type == "cuda"
@@ -88,7 +89,7 @@ class StepProblem(Problem):
         return TorchSession(model or self.baseline, batch or self.step.batch, self.step.length)
 
     def prepared(self, session: Session) -> Prepared:
-        return self.step.prepared(session, None if self.random_cache else self.history)
+        return self.step.prepared(session, self.history if self.compares else None)
 
     def history(self) -> Cache:
         """Keys and values before a decoding step, by eager torch; all providers start from them."""
@@ -124,7 +125,7 @@ class StepProblem(Problem):
     # --- the baseline's answer --------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        if self.random_cache:
+        if not self.compares:
             return
 
         def answered() -> float:
@@ -163,7 +164,7 @@ class StepProblem(Problem):
         return self._answers[local]
 
     def poison(self, prepared: Prepared) -> None:
-        if self.random_cache:
+        if not self.compares:
             return
         expected = self.answer(prepared.local)
         torch.empty(expected.shape, dtype=self.dtype, device=expected.device).fill_(math.nan)
@@ -220,7 +221,7 @@ class StepProblem(Problem):
         return self.judge(out, prepared.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
-        if self.random_cache:
+        if not self.compares:
             real = actual[:, : self.baseline.real] if self.step.is_model else actual
             return Verdict(wrong="" if bool(real.isfinite().all()) else "NaN or infinite numbers")
         expected = self.answer(local)

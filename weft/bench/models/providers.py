@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from weft.bench.harness.baselines import baselines_for
-from weft.bench.harness.provider import Prepared, Provider
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.harness.workload import Problem
 from weft.bench.models import generate
 from weft.bench.models.names import LEVELS, WEFT_MODES
 from weft.bench.models.problem import StepProblem
@@ -28,6 +29,11 @@ def weft(problem: StepProblem, mode: str) -> Prepared:
 
 def eager(problem: StepProblem) -> Prepared:
     return problem.prepared(problem.session())
+
+
+def unavailable(problem: Problem, reason: str) -> Prepared:
+    """Leave out a provider for ``reason``."""
+    raise Unavailable(reason)
 
 
 def providers_for(

@@ -92,7 +92,7 @@ def parse_steps(
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens each; for generate BxP+N,…: N tokens
           after prompts of P; or several words separated by commas
     tiny  for simulated ranks: other defaults, and many tokens are refused
-    random_cache  of decoding steps with random caches, which may be longer than the model's positions
+    random_cache  steps with random caches, which may be longer than the model's positions
 
     ValueError for unreadable words, and for sequences longer than the model's positions.
     """
@@ -101,10 +101,6 @@ def parse_steps(
     for word in words or (TINY_DEFAULTS if tiny else DEFAULTS)[level]:
         for shape in _generations(word) if level == "generate" else _steps(level, word):
             longest = shape.size[1] + (shape.size[2] if level == "generate" else 0)
-            if random_cache and not is_decode(shape.size):
-                raise ValueError(
-                    f"--shapes {word}: a prompt has nothing cached before it; name decode steps, or leave out --random-cache"
-                )
             if longest > config.max_position_embeddings and not random_cache:
                 raise ValueError(
                     f"--shapes {word}: {longest} tokens, but the model has {config.max_position_embeddings} positions"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.harness.limits import Limits
@@ -11,9 +12,10 @@ from weft.bench.harness.meters import Meter
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Problem, Shape, Workload
 from weft.bench.models import generate
+from weft.bench.models.baseline import lacks
 from weft.bench.models.breakdown import profile
 from weft.bench.models.problem import StepProblem
-from weft.bench.models.providers import providers_for
+from weft.bench.models.providers import providers_for, unavailable
 from weft.bench.models.roofline import roofline
 from weft.bench.models.speculate import speculation_of
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS
@@ -33,6 +35,7 @@ CHECK = (
     "tokens are the likeliest; before timing, and once more as timed"
 )
 
+FINITE = "finite logits, and that the chosen tokens are the likeliest"
 EVERY_LAYER = "outputs of all layers that the timing rotates through"
 DATA = (
     "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
@@ -52,7 +55,7 @@ class ModelWorkload(Workload):
     teacher_forced  before timing, compare logits over several given tokens, besides the step's; for layers, the
                     outputs of all timed ones
     breakdown       break down the time of a step
-    random_cache    what comes before a decoding step is random
+    random_cache    what comes before a decoding step is random; answers, of prompts too, need only be finite
     expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
     quantization    of the layers' matrices, as ``weft.models.Decoder`` takes it
     speculate       DRAFTS:TOKENS: drafts of a step, and its tokens on average, a stated acceptance
@@ -113,16 +116,33 @@ class ModelWorkload(Workload):
         """True for all layers of a model, False for single layers."""
         return self.name in ("model", "generate")
 
+    @property
+    def lacked(self) -> str:
+        """Name of blocks that eager torch does not compute, so that weft runs alone; "" if there are none."""
+        return "" if self.name == "mlp" else lacks(self.config)
+
     def available(self) -> tuple[Provider, ...]:
         providers = providers_for(self.name, self.modes, self.words, self.baselines)
         # Eager torch converts all weights in each call: right, and no baseline. A stated acceptance leaves nothing to compare.
-        compared = self.quantization is None and self.speculate is None
-        return providers if compared else tuple(one for one in providers if one.role == "weft")
+        if self.config.quantization is not None or self.speculate is not None:
+            return tuple(one for one in providers if one.role == "weft")
+        if not self.lacked:
+            return providers
+        refusing = partial(unavailable, reason=f"it does not compute {self.lacked}")
+        return tuple(one if one.role == "weft" else replace(one, make=refusing) for one in providers)
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
             speculative = None if self.speculate is None else speculation_of(self.speculate)
-            return generate.AnswersProblem(shape, self.config, self.dtype, team, self.expert_layout, speculative)
+            return generate.AnswersProblem(
+                shape,
+                self.config,
+                self.dtype,
+                team,
+                self.expert_layout,
+                speculative,
+                compares=speculative is None and not self.lacked,
+            )
         return StepProblem(
             self.name,
             shape,
@@ -130,7 +150,7 @@ class ModelWorkload(Workload):
             self.dtype,
             team,
             teacher_forced=self.teacher_forced,
-            random_cache=self.random_cache,
+            compares=not (self.random_cache or self.lacked),
             expert_layout=self.expert_layout,
         )
 
@@ -151,9 +171,9 @@ class ModelWorkload(Workload):
     @property
     def check_rule(self) -> str:
         if self.generates:
-            return generate.CHECK if self.speculate is None else generate.COUNTED
-        if self.random_cache:
-            return "finite logits, and that the chosen tokens are the likeliest"
+            return generate.CHECK if self.speculate is None and not self.lacked else generate.COUNTED
+        if self.random_cache or self.lacked:
+            return FINITE
         if not self.teacher_forced:
             return CHECK
         before = f"logits after a prompt and {FORCED_STEPS} given tokens" if self.name == "model" else EVERY_LAYER
@@ -161,9 +181,10 @@ class ModelWorkload(Workload):
 
     def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
         if self.generates:
-            return generate.protocol(quick)
+            return generate.protocol(quick) | {"check": self.check_rule}
         data = DATA if self.name == "model" else LAYERS_DATA
-        return common | {"data": f"{data}; caches random, for each provider its own" if self.random_cache else data}
+        is_random = self.random_cache or self.lacked
+        return common | {"data": f"{data}; caches random, for each provider its own" if is_random else data}
 
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
         """The roofline of a step; of a generation, of the step of a token in the middle of the answers."""
@@ -196,6 +217,8 @@ class ModelWorkload(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.generates:
-            return (FIRST_TOKENS,)
-        return (WHOLE_STEPS,) if self.is_whole else ()
+        notes = (FIRST_TOKENS,) if self.generates else (WHOLE_STEPS,) if self.is_whole else ()
+        if not self.lacked:
+            return notes
+        checked = "counted" if self.generates else "only checked to be finite, after random caches"
+        return (*notes, f"Eager torch does not compute {self.lacked}: answers are {checked}.")

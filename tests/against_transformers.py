@@ -1,5 +1,7 @@
 """Logits and greedy tokens of weft's models beside those of transformers."""
 
+import copy
+
 import torch
 
 from tests.teacher_forced import all_logits
@@ -282,29 +284,55 @@ def prompt(batch, length, seed=0):
     return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def router_gaps(model, tokens):
-    """[batch, length]: the least difference, over the layers, between the logits of a chosen expert and of one that is not."""
+# Differences between a router's logits of two experts.
+GAPS = torch.arange(0, 3, 0.005)
+
+
+def router_gaps(model, tokens, last=False):
+    """[batch, length]: the greatest of GAPS that changes no choice of experts in any layer; ``last``: of last tokens alone.
+
+    The logits of a token's chosen experts are lowered by half of a gap, those of the rest raised by it.
+    """
+    (batch, length), routed = tokens.shape, []
+
+    def keep(router, given, output):
+        logits, _, ids = (part.unflatten(0, (batch, length))[:, -1 if last else 0 :].flatten(0, 1) for part in output)
+        routed.append((router, given[1:], logits.float(), ids))
+
+    kind = model.model._can_record_outputs["router_logits"].target_class
+    hooks = [part.register_forward_hook(keep) for part in model.modules() if isinstance(part, kind)]
     with torch.no_grad():
-        logits = model(tokens, output_router_logits=True).router_logits
-    chosen = model.config.num_experts_per_tok
-    gaps = [
-        best[:, chosen - 1] - best[:, chosen] for best in (of_layer.sort(descending=True).values for of_layer in logits)
-    ]
-    return torch.stack(gaps).amin(0).view(tokens.shape)
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([least_gaps(*one) for one in routed]).amin(0).view(batch, -1)
 
 
-def prompt_without_ties(model, batch, length):
-    """Tokens [batch, length] for which no router is near a tie: each the one of 64 with the greatest gap, given those before.
+def least_gaps(router, given, logits, ids):
+    """`router_gaps` [tokens] of one router, by its logits [tokens, experts] and chosen ids. given: its further arguments."""
+    by_logits = copy.deepcopy(router)
+    by_logits.hidden_dim = logits.shape[1]
+    for part in by_logits.parameters():
+        part.data = torch.eye(logits.shape[1]) if part.dim() == 2 else torch.zeros_like(part)
+    chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, ids, True)
+    moved = logits + GAPS[:, None, None] * torch.where(chosen, -0.5, 0.5)
+    again = by_logits(moved.flatten(0, 1), *given)[2].view(-1, *ids.shape)
+    stays = (again.sort(-1).values == ids.sort(-1).values).all(-1).int().cumprod(0).sum(0)
+    return GAPS[stays.clamp(min=1) - 1]
+
+
+def prompt_without_ties(model, batch, length, candidates=64):
+    """Tokens [batch, length] for which no router is near a tie: each the candidate with the greatest gap, given those before.
 
     Routing is a step function: where two experts are nearly equal, rounding in another order chooses another one, and the
     logits differ by more than rounding. Scaled router weights would not help, since the noise grows with them.
     """
     tokens = prompt(batch, length)
-    for row in tokens:
-        for at in range(length):
-            candidates = row[: at + 1].repeat(64, 1)
-            candidates[:, at] = prompt(1, 64, seed=at)[0]
-            row[at] = candidates[router_gaps(model, candidates)[:, at].argmax(), at]
+    for at in range(length):
+        tried = tokens[:, None, : at + 1].repeat(1, candidates, 1)
+        tried[:, :, at] = prompt(1, candidates, seed=at)[0]
+        gaps = router_gaps(model, tried.flatten(0, 1), last=True).view(batch, candidates)
+        tokens[:, at] = tried[torch.arange(batch), gaps.argmax(1), at]
     return tokens
 
 

@@ -3,19 +3,16 @@
 One launch a world size does all modes: starting the ranks takes longer than what they do.
 """
 
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
 import weft
-from weft.engine import Engine, EngineConfig, Runner, SamplingParams
-from weft.engine.params import Kind
+from tests.engine.replaying import graphs_and_eager, replayed
+from weft.engine import Engine, SamplingParams
 from weft.engine.prompts import Shape
-from weft.engine.slots import SlotState
-from weft.models import DecoderConfig, Qwen3ForCausalLM
+from weft.models import DecoderConfig
 from weft.ops.collectives import ahead
 from weft.plan import algorithms
 
@@ -53,61 +50,8 @@ def in_all_modes(team, directory):
         eager, graphed = (answers(team, directory, mode, cuda_graph) for cuda_graph in (False, True))
         found[mode] = eager, graphed, sums, adder.stats.capture_seconds
     taking_turns = team.size > torch.cuda.device_count()  # then a step takes a hundred times as long
-    replays = 20 if taking_turns else 1000
-    return found, [replayed(team, directory, replays, dtype) for dtype in (torch.float32, torch.bfloat16)]
-
-
-@contextmanager
-def one_kernel_after_the_other():
-    """No kernel begins before the one before it has ended (programmatic dependent launch)."""
-    run = JITFunction.run
-
-    def without(self, *arguments, launch_pdl=False, **options):
-        return run(self, *arguments, **options)
-
-    JITFunction.run = without
-    try:
-        yield
-    finally:
-        JITFunction.run = run
-
-
-def replayed(team, directory, replays, dtype):
-    """Tokens of the same step again and again, and keys and values after it: in the bucket of 4, in that of 8, eager, and eager
-    without programmatic launch. In bf16 they are other kernels: of few rows, with factored norms."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=dtype)
-    runner = Runner(model, EngineConfig(max_batch=8, page_size=16, max_seq_len=96))
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
-    generator = torch.Generator(team.device).manual_seed(1)
-    context = torch.randn(runner.cache.data.shape, generator=generator, device=team.device)
-    start = torch.arange(8, device=team.device) * 5
-    rows = {
-        slot: SlotState(position=40 + slot, pages=list(range(1 + 4 * slot, 5 + 4 * slot)), params=params)
-        for slot in range(4)
-    }
-    found = []
-    for bucket, count, graph, pdl in (
-        (4, 20, True, True),
-        (8, replays, True, True),
-        (4, 1, False, True),
-        (4, 1, False, False),
-    ):
-        runner.cuda_graph = graph
-        states = []
-        with nullcontext() if pdl else one_kernel_after_the_other():
-            for _ in range(count):
-                runner.slots.forget()
-                runner.slots.send(rows)
-                runner.cache.data.copy_(context)
-                runner.tokens.copy_(start)
-                runner.replay(bucket, Kind.NUCLEUS)
-                states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
-        for tokens, cached in states:
-            assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), (
-                f"bucket {bucket}: a replay differs"
-            )
-        found.append([part.cpu() for part in states[0]])
-    return found
+    ways = graphs_and_eager(20 if taking_turns else 1000)
+    return found, [replayed(team, directory, ways, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

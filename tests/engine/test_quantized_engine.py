@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import weft
+from tests.engine.replaying import Way, graphs_and_eager, replayed
 from tests.sampled import sampled
 from weft.engine import EngineConfig
 from weft.models.builtin import PATHS
@@ -46,6 +47,38 @@ def test_built_in_models_add(name, quantization, world_size, mode, kv_cache_dtyp
     options = {"quantization": quantization, "mode": mode, "kv_cache_dtype": kv_cache_dtype, "fused": False}
     for said in weft.simulate(answers, world_size, args=(name, options)):
         assert said == list(SUMS.values())
+
+
+def graphs_and_sums(team):
+    """{(model, format): (its sums, bits of a step by each way)}; on virtual ranks eager, sums without kernels."""
+    found, on_gpu = {}, team.device.type == "cuda"
+    for name in PATHS:
+        for quantization in DTYPES:
+            form = {"quantization": quantization, "dtype": torch.bfloat16}
+            ways = graphs_and_eager(100) if on_gpu else (Way(count=2), Way())
+            said = answers(team, name, form if on_gpu else form | {"fused": False})
+            found[name, quantization] = said, replayed(team, PATHS[name], ways, fused=True, **form)
+    return found
+
+
+def check_graphs_and_sums(by_rank):
+    for found in by_rank:
+        for key, (said, (exact, *others)) in found.items():
+            assert said == list(SUMS.values()), key
+            # A step in another bucket may run other kernels.
+            for tokens, cached in others[-2:] if len(others) > 1 else others:
+                assert torch.equal(tokens, exact[0]) and torch.equal(cached, exact[1]), key
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (1, 2)])
+def test_graphs_give_the_bits_of_eager_steps(world_size):
+    check_graphs_and_sums(weft.launch(graphs_and_sums, world_size, "cuda"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_give_the_same_bits_again(world_size):
+    check_graphs_and_sums(weft.simulate(graphs_and_sums, world_size))
 
 
 def test_other_names_are_refused():

@@ -9,7 +9,9 @@ import pytest
 
 import weft
 from tests.gpu.attempts import Desynchronised, Suite
+from tests.gpu.suite import first_of_each
 from tests.limits import SUITE
+from weft.ops.op import registered
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,6 +46,22 @@ def run_suite(world_size, tmp_path, pytestconfig, *options):
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert json.loads(report.read_text())["failed"] == 0
+
+
+# Fields of cases whose weight is quantized; of "four_bit" its value is the format.
+QUANTIZED = {"block_fp8", "channel_fp8", "four_bit"}
+
+
+def quantized_forms(cases):
+    fields = ((case.op, name, value) for case in cases for name, value in case.fields)
+    return {(op, name, value if name == "four_bit" else True) for op, name, value in fields if name in QUANTIZED}
+
+
+def test_graphs_and_loads_take_a_case_of_each_format_of_weights():
+    """On GPUs they take large cases alone. 2 ranks: the fewest of which all ops have cases."""
+    cases = [case for op in registered() for case in op.cases() if case.world_size in (1, 2)]
+    large = [case for op in registered() for case in op.large_cases() if case.world_size in (1, 2)]
+    assert len(quantized_forms(cases)) >= 20 and quantized_forms(first_of_each(large)) >= quantized_forms(cases)
 
 
 def test_the_suite_notes_failures_and_goes_on():

@@ -67,6 +67,19 @@ def four_bit_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
 
 
+def large_quantized_cases(op: str) -> Iterator[Case]:
+    """Large cases of quantized weights: few rows by the plan, with K split, and many by cuBLAS.
+
+    Scales of 45 groups: cuBLAS reads scales of blocks in fours. Each format of 4 bits has its dtype: the GPU suite captures one
+    case of each op, design, dtype and name of a field.
+    """
+    for dtype, field in (
+        (BF16, ("block_fp8", True)), (BF16, ("channel_fp8", True)), (BF16, ("four_bit", "mxfp4")), (FP16, ("four_bit", "int4")),
+    ):  # fmt: skip
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(16, 5120, 6400), fields=(field,))
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(2048, 1280, 5760), design="cublas", fields=(field,))
+
+
 def fp8_rows_cases(op: str) -> Iterator[Case]:
     """Cases of gated results in fp8: from a tile, from split-K partials, in 16 bits, by silu_mul."""
     whole = SmallM(block_m=16, block_n=128, block_k=128, transposed=True, num_warps=8)

@@ -108,13 +108,11 @@ class GemmOp(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """a, and b or the tensors of a quantized b."""
-        (M, N, K), (a, b), scheme = case.sizes, self.operands, fp8_scheme(case)
+        (M, N, K), (a, b) = case.sizes, self.operands
         rows = M // case.world_size if self.gathers else M
         # b is scaled so that results have the variance of a for any K.
         x, weight = draw.own(a, (rows, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
-        if form := case.field("four_bit"):
-            return x, *(one for one in FOUR_BIT[form](weight) if isinstance(one, torch.Tensor))
-        return (x, *quantized_weight(weight, scheme)[:2]) if scheme else (x, weight)
+        return x, *in_form(case, weight)
 
     def accuracy(self, case: Case) -> Accuracy:
         summed = case.world_size if self.sums else 1
@@ -186,6 +184,14 @@ def _refuse_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.de
 def fp8_scheme(case: Case) -> str:
     """Scheme of the weight's scales in an fp8 case (``quantized_weight``); "" in other cases."""
     return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
+
+
+def in_form(case: Case, weight: torch.Tensor) -> Inputs:
+    """``weight`` in the form of the case, as its tensors (``named``)."""
+    if form := case.field("four_bit"):
+        return tuple(one for one in FOUR_BIT[form](weight) if isinstance(one, torch.Tensor))
+    scheme = fp8_scheme(case)
+    return quantized_weight(weight, scheme)[:2] if scheme else (weight,)
 
 
 def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8 | FourBit, Inputs]:

@@ -161,6 +161,7 @@ class Matmul(LocalGemm):
 
     def large_cases(self) -> Iterator[Case]:
         yield Case(op=self.name, world_size=1, dtype=torch.bfloat16, sizes=(4096, 4096, 4096))
+        yield from gemm_cases.large_quantized_cases(self.name)
 
     def run(
         self, design: Any, team: None, a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, out: torch.Tensor | None = None

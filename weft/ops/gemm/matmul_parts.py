@@ -18,14 +18,15 @@ from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_co
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
 from weft.ops.gemm.fp8_operands import check_fp8
-from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
+from weft.ops.gemm.gemm_cases import large_quantized_cases
+from weft.ops.gemm.gemm_op import GemmCall, check_operands, fp8_scheme, in_form, named, product
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_fp8 import matmul_fp8, plan_of
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
 from weft.ops.gemm.small_m_rule import SmallM, empty_partials, partials_left
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
-from weft.plan.planned import machine
+from weft.plan.planned import AUTO, machine
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -94,16 +95,20 @@ class MatmulParts(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         M, N, K = case.sizes
-        return draw.own("x", (M, K)), draw.own("weight", (N, K), K**-0.5)
+        return draw.own("x", (M, K)), *in_form(case, draw.own("weight", (N, K), K**-0.5))
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        return product(*by_rank[rank])
+        x, weight, _ = named(case, by_rank[rank])
+        return product(x, weight)
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.sizes[2])
+        # The tensor cores add fp8 terms in an accumulator of some 14 bits.
+        fp8 = {"partials": 1, "levels": 1} if fp8_scheme(case) else {}
+        return Accuracy(terms=case.sizes[2], **fp8)
 
-    def call(self, case: Case, team: Team | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> torch.Tensor:
         """The result, or the sum of its split-K partials, rounded."""
+        x, weight, _ = named(case, tensors)
         out = matmul_parts(x, weight)
         return out if out.dim() == 2 else out.sum(0).to(x.dtype)
 
@@ -111,6 +116,14 @@ class MatmulParts(Op):
         for dtype in (FP16, BF16):
             for sizes in ((1, 48, 96), (7, 64, 512), (6, 24, 264), (40, 96, 136)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+        for dtype, sizes, field in (
+            (BF16, (5, 48, 4224), ("block_fp8", True)), (BF16, (7, 80, 264), ("channel_fp8", True)),
+            (BF16, (5, 48, 4224), ("four_bit", "mxfp4")), (FP16, (3, 40, 280), ("four_bit", "int4")),
+        ):  # fmt: skip
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(field,))
+
+    def large_cases(self) -> Iterator[Case]:
+        return (case for case in large_quantized_cases(self.name) if case.design == AUTO)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
         design = _plan(x, weight, squares is not None)

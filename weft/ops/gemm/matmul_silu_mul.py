@@ -12,7 +12,7 @@ from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8, RowFormat, quantized_rows
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
-from weft.ops.case import Accuracy, Case, gated_terms
+from weft.ops.case import BF16, Accuracy, Case, gated_terms
 from weft.ops.elementwise.silu_mul import MAX_TOKEN, silu_mul
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
@@ -130,6 +130,12 @@ class MatmulSiluMul(LocalGemm):
     def cases(self) -> Iterator[Case]:
         yield from gemm_cases.silu_cases(self.name)
         yield from gemm_cases.fp8_rows_cases(self.name)
+
+    def large_cases(self) -> Iterator[Case]:
+        yield from gemm_cases.large_quantized_cases(self.name)
+        for rows, design in ((16, "small_m"), (2048, "cublas")):
+            fields = ("block_fp8", True), ("fp8_rows", True)
+            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(rows, 6400, 2560), design=design, fields=fields)
 
     def run(
         self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu"

@@ -273,6 +273,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         **dict.fromkeys(("first", "count", "block"), ()),
     }
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
+    h_in_fp8 = "written"
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 

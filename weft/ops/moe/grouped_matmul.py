@@ -355,6 +355,8 @@ class GroupedOp(MoeOp):
             for skew in (None, "one expert"):
                 for forms in ({}, {"fp8": True}, {"block_fp8": True}, {"channel_fp8": True}):
                     yield self.case(1, BF16, *sizes, local=(sizes[2] // 2, sizes[2] // 2), skew=skew, **forms)
+        for dtype, form in ((BF16, "mxfp4"), (FP16, "int4")):
+            yield self.case(1, dtype, 128, 8, 128, 768, 2048, local=(64, 64), four_bit=form)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, *self.columns(shape)

@@ -357,7 +357,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         for w in (2, 4):
             for T in (1, 7, 128, 700):
                 for design in ("in_norm", "sequential"):
-                    for fp8 in ({}, {"block_fp8": True, "fp8": True}):
+                    for fp8 in ({}, {"block_fp8": True, "fp8": True}, *([{"channel_fp8": True}] if T == 7 else ())):
                         sizes = T, 8, 128, 2048, 768
                         yield self.case(w, BF16, *sizes, design=design, held=128 // w, deferred=T == 7, **fp8)
 

@@ -290,6 +290,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     # The rank's experts, its share of their features, its tokens.
     differs = {**OWN_SCHEDULE, **OWN_FEATURES, "count": (), "tokens": (), "gate": ()}
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
+    h_in_fp8 = "fp8"
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 

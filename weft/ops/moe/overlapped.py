@@ -133,11 +133,13 @@ class OverlappedOp(TokensOp):
     gemm        the op of this rank's GEMM alone
     overlapped  name of the other design, which has ``tiles``
     alone       why one rank has nothing to overlap
+    h_in_fp8    field of a case of experts in fp8 whose rows between the two GEMMs are in fp8 too
     """
 
     gemm: ClassVar[GroupedOp]
     overlapped: ClassVar[str]
     alone: ClassVar[str]
+    h_in_fp8: ClassVar[str]
     pinned = slice(1, 3)  # tiles of other rows take another shape, and other experts have other numbers of pairs
 
     def gemm_sizes(self, hidden: Size, features: Size) -> tuple[Size, Size]:
@@ -237,10 +239,12 @@ class OverlappedOp(TokensOp):
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T in (128, 1000):
+                sizes, tokens = (T, 8, 64, 2048, 768), (T, T - 1, 0, T)[:w]
                 for design in self.algorithms[1:]:
                     for layout in ("whole", "slices"):
-                        tokens = (T, T - 1, 0, T)[:w]
-                        yield self.case_with(w, BF16, (T, 8, 64, 2048, 768), design, tokens, layout=layout)
+                        yield self.case_with(w, BF16, sizes, design, tokens, layout=layout)
+                    yield self.case_with(w, BF16, sizes, design, tokens, block_fp8=True, **{self.h_in_fp8: True})
+                yield self.case_with(w, BF16, sizes, "sequential", tokens, channel_fp8=True)
 
 
 # Most tiles that a program orders: 8 a thread of 4 warps.

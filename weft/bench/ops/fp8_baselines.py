@@ -21,6 +21,8 @@ from weft.ops.gemm.gemm_op import named
 
 # What a baseline multiplies at each set: fp8 rows, and a weight.
 Pairs = list[tuple[Fp8, Fp8]]
+# (rows, weight, dtype, out) -> out = rows @ weight.T in that dtype: cuBLAS, or another library.
+Multiply = Callable[[Fp8, Fp8, torch.dtype, torch.Tensor], torch.Tensor]
 
 
 def pairs_of(problem: OpProblem) -> Pairs:
@@ -31,17 +33,17 @@ def pairs_of(problem: OpProblem) -> Pairs:
     return pairs
 
 
-def gemm(problem: OpProblem) -> Prepared:
+def gemm(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
     """GEMM alone; if the op gathers A, it is gathered beforehand."""
     pairs = pairs_of(problem)
     if problem.op.gathers:
         caps = problem.team.caps
         pairs = [(quantized_for(b, problem.gathered(number), caps), b) for number, (_, b) in enumerate(pairs)]
     out = empty(problem, pairs[0][0].shape[0], pairs[0][1].shape[0])
-    return Prepared(run=lambda number: scaled(*pairs[number], problem.dtype, out), local=problem.op.sums)
+    return Prepared(run=lambda number: multiply(*pairs[number], problem.dtype, out), local=problem.op.sums)
 
 
-def nccl_and_cublas(problem: OpProblem) -> Prepared:
+def nccl_and_cublas(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
     """All-gather of the rows' bytes, and of their scales by groups, then GEMM."""
     pairs, group, world, (m, n, k) = pairs_of(problem), group_of(problem), problem.team.size, problem.shape.size
     data, out = torch.empty((m, k), dtype=torch.uint8, device=problem.team.device), empty(problem, m, n)
@@ -54,19 +56,19 @@ def nccl_and_cublas(problem: OpProblem) -> Prepared:
         dist.all_gather_into_tensor(data, rows.data.view(torch.uint8), group=group)
         dist.all_gather_into_tensor(scales, by_group[number], group=group)
         whole = scales.view(world, groups, -1).transpose(0, 1).reshape(groups, m)
-        return scaled(Fp8(data.view(E4M3), whole.t()), weight, problem.dtype, out)
+        return multiply(Fp8(data.view(E4M3), whole.t()), weight, problem.dtype, out)
 
     return Prepared(run=run)
 
 
-def cublas_and_nccl(problem: OpProblem) -> Prepared:
+def cublas_and_nccl(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
     """GEMM, then reduce-scatter, or all-reduce where all ranks get the result."""
     pairs, group, (m, n, _) = pairs_of(problem), group_of(problem), problem.shape.size
     partial = empty(problem, m, n)
     out = partial if problem.op.replicated else empty(problem, m // problem.team.size, n)
 
     def run(number: int) -> torch.Tensor:
-        scaled(*pairs[number], problem.dtype, partial)
+        multiply(*pairs[number], problem.dtype, partial)
         return summed(partial, out, group)
 
     return Prepared(run=run)

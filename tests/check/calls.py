@@ -12,6 +12,7 @@ import torch
 from tests.ops.checking import call_op, inputs_of
 from tests.ops.nodes import experts, norms
 from weft import ops
+from weft.kernels.fp8 import quantized_weight
 from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
@@ -99,6 +100,14 @@ def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 def pipelined(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Run the pipelined design (cuBLAS and copy engines), which plans choose on GPUs only."""
     return op.run(op.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
+
+
+def overlapped_fp8(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Run the pipelined design and the plan's, whose scales travel beside the rows or are of whole rows."""
+    rows = 6 if op.gathers else team.size * 6
+    by_blocks, by_rows = (quantized_weight(x(16, 144), scheme) for scheme in ("block", "channel"))
+    first = op.run(op.designs["pipelined"](chunks=2), team, x(rows, 144), by_blocks)
+    return [first, getattr(ops, op.name)(x(rows, 144), by_rows, team)]
 
 
 def routed(
@@ -335,6 +344,11 @@ OPS = [
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
     *(
         Call(f"{op.name} pipelined", functools.partial(pipelined, op), 3)
+        for op in registered()
+        if isinstance(op, Overlapped)
+    ),
+    *(
+        Call(f"{op.name} of weights in fp8", functools.partial(overlapped_fp8, op), 2)
         for op in registered()
         if isinstance(op, Overlapped)
     ),

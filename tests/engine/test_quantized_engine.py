@@ -31,7 +31,7 @@ def answers(team, name, options):
             (name, quantization, world_size, mode, kv_cache_dtype)
             for name in PATHS
             for quantization in DTYPES
-            for world_size in (1, 2, 4)
+            for world_size in (1, 2, 4, 8)
             for mode in ("reference", "replicated", "sequence_parallel")
             for kv_cache_dtype in ("auto", "fp8")
         ),
@@ -46,6 +46,16 @@ def answers(team, name, options):
 def test_built_in_models_add(name, quantization, world_size, mode, kv_cache_dtype):
     options = {"quantization": quantization, "mode": mode, "kv_cache_dtype": kv_cache_dtype, "fused": False}
     for said in weft.simulate(answers, world_size, args=(name, options)):
+        assert said == list(SUMS.values())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel"])
+@pytest.mark.parametrize("quantization", DTYPES)
+@pytest.mark.parametrize("name", PATHS)
+def test_built_in_models_add_over_simulated_kernels(name, quantization, mode):
+    options = {"quantization": quantization, "mode": mode, "dtype": torch.bfloat16, "fused": True}
+    for said in weft.simulate(answers, 2, args=(name, options)):
         assert said == list(SUMS.values())
 
 

@@ -82,9 +82,9 @@ def test_the_recipes_are_the_plain_model(in_four_bits, plain_ops, name, world_si
             (family, name, world_size, mode, layout)
             for family in MIXTURES
             for name in ("mxfp4", "int4-zeros", "int4-channel")
-            for world_size in (1, 2, 4, 8)
+            for world_size in (1, 2, 3, 4, 8)
             for mode in MODES
-            for layout in ("whole", "slices")
+            for layout in (("slices",) if world_size == 3 else ("whole", "slices"))
         ),
         lambda *case: case in {
             ("qwen3-moe", "mxfp4", 1, "reference", "whole"), ("qwen3-moe", "mxfp4", 4, "replicated", "slices"),
@@ -95,7 +95,8 @@ def test_the_recipes_are_the_plain_model(in_four_bits, plain_ops, name, world_si
 )  # fmt: skip
 def test_mixtures_are_the_plain_model(in_four_bits, plain_ops, family, name, world_size, mode, layout):
     sizes = MIXTURES[family]
-    directory, _, model, matrices = in_four_bits(name, **sizes)
+    heads = heads_of(3) if world_size == 3 else {}
+    directory, _, model, matrices = in_four_bits(name, world_size=world_size, **sizes | heads)
     check(directory, model, matrices, mode, world_size, steps=4, expert_layout=layout)
 
 

@@ -3,7 +3,8 @@
     python benchmarks/fp8_gemm.py OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
 
 Weights are cold (more copies than the L2 holds), in CUDA graphs; each result is compared with the dequantized product before
-it is timed. A configuration that fails is recorded with its error. Rows of "x8" take fp8 rows; others quantize bf16 rows too.
+it is timed. A configuration that fails is recorded with its error. Rows of "x8" take fp8 rows; others quantize bf16 rows too;
+"as partials" is the design of ``matmul_parts``, whose partials a kernel adds up here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +30,17 @@ try:
 except ImportError:
     deep_gemm = None
 
+import weft
 from weft import ops
+from weft.bench.harness.machine import revision
 from weft.kernels.fp8 import Fp8, quantized_weight
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm import small_m
 from weft.ops.gemm.fp8_operands import quantized_for
+from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
+from weft.plan.planned import machine
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import COLD_BYTES
 
@@ -212,16 +218,27 @@ def baselines(p: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "deep_gemm x8", timed(by_deep_gemm, p.weights, p.reference)
 
 
+def design_of_partials(M: int, N: int, K: int, device: torch.device) -> SmallM | None:
+    """The design of ``matmul_parts``, whose partials a kernel adds up here; None: it leaves none."""
+    here = machine(capabilities_of(device), 1)
+    call = MATMUL.call_of((M, N, K), torch.bfloat16, here, block_fp8=True, partials=True)
+    design = MATMUL.plan(call, here).design
+    return design if isinstance(design, SmallM) and design.partials_of(K) > 1 else None
+
+
 def of_weft(p: Problem, gated: bool, sms: int, sweep: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     op = ops.matmul_silu_mul if gated else ops.matmul
     yield "auto", timed(lambda w: op(p.x, w), p.weights, p.reference)
     yield "auto x8", timed(lambda w: op(p.rows, w), p.weights, p.reference)
     if not gated:
         yield "quantize", timed(lambda w: quantized_for(w, p.x, capabilities_of(p.x.device)).data, p.weights, None)
-    if not sweep:
-        return
     M, K = p.x.shape
     N = p.weights[0].shape[0] // (2 if gated else 1)
+    if not gated and (left := design_of_partials(M, N, K, p.x.device)) is not None:
+        found = timed(lambda w: run_design(left, p.rows, w, gated), p.weights, p.reference)
+        yield "as partials x8", {**found, "design": asdict(left)}
+    if not sweep:
+        return
     measured: list[tuple[float, SmallM]] = []
     for design in candidates(M, N, K, sms, gated):
         found = timed(lambda w, d=design: run_design(d, p.rows, w, gated), p.weights, p.reference)
@@ -274,6 +291,7 @@ def main() -> None:
                     jobs.setdefault((constants_of(design), gated), (design, M, gated))
     errors = compile_all(list(jobs.values()), 0.5 * options.seconds)
     document: dict[str, Any] = {
+        "revision": revision(Path(weft.__file__).parent),
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1), "errors": errors, "rows": [],
     }  # fmt: skip

@@ -1,12 +1,13 @@
-"""The README's Python runs as it stands, as one script in the simulator. Its commands: tests/test_commands.py."""
+"""The README's Python runs as it stands, and its report is what `weft check` prints. Other commands: tests/test_commands.py."""
 
 import importlib.util
 
 import torch
 
 import weft
+from benchmarks.pictures import cast
 from tests.compiling import compiled
-from tests.documents import ROOT, blocks, record_launches, run
+from tests.documents import ROOT, blocks, check_output, record_launches, run
 
 README = ROOT / "README.md"
 HELLO = ROOT / "examples" / "hello.py"
@@ -33,3 +34,14 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     assert run("python readme.py").strip() == str([[0.0, 1.0, 2.0, 3.0]] * 4)
     kernel, arguments, constants = launches[str(script), "all_gather"]
     assert compiled(kernel, *arguments, arch="sm_90", **constants).asm
+
+
+def test_the_report_and_its_picture_are_what_the_command_prints(monkeypatch):
+    """But for what "..." stands for in the report."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(ROOT)
+    assert f"    {cast.COMMAND}  " in README.read_text()
+    printed = run(cast.COMMAND)
+    [report] = (block.text for block in blocks(README) if block.text.startswith("1. "))
+    check_output("README.md", f"{report}...", printed)
+    assert cast.picture(cast.broken(printed)) == (ROOT / "docs" / "pictures" / "check.svg").read_text()

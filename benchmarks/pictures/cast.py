@@ -20,12 +20,17 @@ HEADS = ("1. ", "remedy:", "   remedy:")
 
 
 def printed() -> list[str]:
-    """Lines that the command prints, broken where a terminal of COLUMNS would break them."""
+    """Lines of the picture, from a run of the command."""
     program = [sys.executable, "-m", *shlex.split(COMMAND)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 1:
         raise RuntimeError(f"{COMMAND}: status {done.returncode}, not 1, findings:\n{done.stdout}{done.stderr}")
-    lines = (done.stdout + done.stderr).rstrip().splitlines()
+    return broken(done.stdout + done.stderr)
+
+
+def broken(printed: str) -> list[str]:
+    """Lines of what is printed, broken where a terminal of COLUMNS would break them."""
+    lines = printed.rstrip().splitlines()
     return [whole[at : at + COLUMNS] for whole in lines for at in range(0, max(len(whole), 1), COLUMNS)]
 
 

@@ -4,7 +4,7 @@
 
 A row has the times of all designs at one shape. The best design is the fastest one of the even rounds; its time and the one
 of today's plan are taken in the odd rounds. Rows that an earlier plan chose count too, with the design that today's plan takes.
-The fit of costs (benchmarks/costs.py) reads the rows of FILES, and never those of UNSEEN, of which shapes in FILES are left out.
+The fit of costs (benchmarks/costs.py) reads the rows of FILES, never those of UNSEEN, of which shapes in FILES are left out.
 """
 
 from __future__ import annotations

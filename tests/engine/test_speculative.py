@@ -199,11 +199,20 @@ def test_draft_length_follows_acceptance_and_the_batch():
     for _ in range(200):
         good.note(6, [6] * 4, [6, 7, 7, 5])
         bad.note(6, [6] * 4, [1] * 4)
-    assert [good.choose(batch) for batch in (1, 16)] == [6, 6]
-    assert good.choose(1024) == 0  # bound by compute
-    lengths = [bad.choose(1) for _ in range(2 * TRIAL_STEPS)]
+    assert [good.choose(batch, int) for batch in (1, 16)] == [6, 6]
+    assert good.choose(1024, int) == 0  # bound by compute
+    lengths = [bad.choose(1, int) for _ in range(2 * TRIAL_STEPS)]
     assert lengths.count(0) == len(lengths) - 2 and lengths[TRIAL_STEPS - 1] == 1
     assert good.counts.accepted_per_pos[0] == 800 and good.counts.draft_tokens == 200 * 24
+
+
+def test_counts_leave_out_sequences_that_have_ended():
+    length = DraftLength(SpeculativeConfig(num_speculative_tokens=3, adaptive=False))
+    length.note(3, [3, 3, 0, 2, 3], [4, 0, 1, 2, 1])
+    assert length.counts[:4] == (3, 8, 4, (2, 1, 1))
+    assert length._kept == pytest.approx(
+        [0.95 * 0.7**place + 0.05 * part for place, part in ((1, 0.5), (2, 0.25), (3, 0.25))]
+    )
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -31,7 +31,7 @@ def chosen(acceptance, batch, context, drafting=MTP, most=3):
     times = {batch: tuple(line(MODEL, drafting, LAYOUT, "h200", (batch, length)) for length in config.lengths)}
     length = DraftLength(config, times)
     length._kept = [acceptance ** (place + 1) for place in range(most)]
-    return length.choose(batch, context)
+    return length.choose(batch, lambda: context)
 
 
 def test_lengths_follow_the_batch_and_the_context():

@@ -285,11 +285,15 @@ class Batch:
         """Tokens of a step with drafts, from rows of VerifyGraph.results."""
         counts, drafted = ([result[place] for result in results] for place in (-2, -1))
         self.draft_length.note(pending.drafts, drafted, counts)
+        self.scheduler.verified(pending.decoding.sequences, counts, pending.drafts)
         sequences, tokens = [], []
         for sequence, result, count in zip(pending.decoding.sequences, results, counts, strict=True):
-            self.scheduler.verified(sequence, count, pending.drafts)
-            sequences += [sequence] * count
-            tokens += result[:count]
+            if count == 1:  # no draft was accepted
+                sequences.append(sequence)
+                tokens.append(result[0])
+            else:
+                sequences += [sequence] * count
+                tokens += result[:count]
         if Kind.GUIDED in pending.decoding.kind:
             result_of = dict(zip(pending.decoding.slots, zip(results, counts, strict=True), strict=True))
             for slot, guide in _guides_of(pending.decoding):

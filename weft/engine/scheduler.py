@@ -27,6 +27,7 @@ pages of its window are there.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 
 from weft.engine.kv_cache import Changes, Decoding, PagePool, Sequence, SequenceRange, digest_of, first_digest
@@ -101,7 +102,6 @@ class Scheduler:
         """Number of sequences that decode."""
         return len(self._running)
 
-    @property
     def mean_context(self) -> float:
         """Mean number of cached tokens of the sequences that decode."""
         return sum(sequence.cached for sequence in self._running) / max(1, len(self._running))
@@ -351,12 +351,13 @@ class Scheduler:
             digests = [] if sequence.corrupt else self._full(sequence)
             self.snapshots.release(place, digests[pages - 1] if pages <= len(digests) else None)
 
-    def verified(self, sequence: Sequence, tokens: int, drafts: int) -> None:
-        """Take note of the number of tokens that a step with drafts has given a sequence."""
-        if not sequence.done:
-            sequence.cached += tokens - 1
-            sequence.launched += tokens - 1
-            sequence.ahead -= drafts
+    def verified(self, sequences: Iterable[Sequence], counts: Iterable[int], drafts: int) -> None:
+        """Take note of the numbers of tokens that a step with drafts has given sequences."""
+        for sequence, tokens in zip(sequences, counts, strict=True):
+            if not sequence.done:
+                sequence.cached += tokens - 1
+                sequence.launched += tokens - 1
+                sequence.ahead -= drafts
 
     @property
     def decoding(self) -> Decoding:

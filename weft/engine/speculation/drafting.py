@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.runtime.codec import exchangeable
@@ -116,8 +116,11 @@ class DraftLength:
         self._accepted = [0] * most
         self._drafts = self._draft_tokens = self._off = self._length = 0
 
-    def choose(self, batch: int, context: float = 0.0) -> int:
-        """Draft length of the next step, of `batch` sequences with a mean number of tokens."""
+    def choose(self, batch: int, context: Callable[[], float]) -> int:
+        """Draft length of the next step, of `batch` sequences; `context`: gives their mean number of tokens."""
+        if len(self._lengths) == 1:
+            self._length = self._lengths[0]
+            return self._length
         costs = self._costs(batch, context)
         self._length = max(self._lengths, key=lambda length: self._tokens(length) / costs[length])
         self._off = 0 if self._length > 0 else self._off + 1
@@ -125,12 +128,12 @@ class DraftLength:
             self._length, self._off = self._lengths[1], 0
         return self._length
 
-    def _costs(self, batch: int, context: float) -> dict[int, float]:
-        """Times of a step by draft length, over any unit."""
+    def _costs(self, batch: int, context: Callable[[], float]) -> dict[int, float]:
+        """Times of a step by draft length, in any unit."""
         if self._times is None:
             return {length: _cost(batch, length) for length in self._lengths}
-        lines = zip(self._lengths, self._times[batch], strict=True)
-        return {length: begin + slope * context for length, (begin, slope) in lines}
+        tokens, lines = context(), zip(self._lengths, self._times[batch], strict=True)
+        return {length: begin + slope * tokens for length, (begin, slope) in lines}
 
     def _tokens(self, length: int) -> float:
         """Tokens of a sequence that a step of this draft length is expected to give."""
@@ -138,13 +141,17 @@ class DraftLength:
 
     def note(self, length: int, drafted: Sequence[int], counts: Sequence[int]) -> None:
         """Note the result of a step: numbers of tokens drafted for each sequence, and given to it."""
-        steps = [(sent, count - 1) for sent, count in zip(drafted, counts, strict=True) if count > 0]
-        for place in range(length if steps else 0):
-            accepted = sum(kept > place for _, kept in steps)
+        running = len(counts) - counts.count(0)
+        accepted = running
+        for place in range(length if running else 0):
+            accepted -= counts.count(place + 1)
             self._accepted[place] += accepted
-            self._kept[place] += RECENT * (accepted / len(steps) - self._kept[place])
-        self._drafts += sum(sent > 0 for sent, _ in steps)
-        self._draft_tokens += sum(sent for sent, _ in steps)
+            self._kept[place] += RECENT * (accepted / running - self._kept[place])
+        sent = (
+            drafted if running == len(counts) else [sent for sent, count in zip(drafted, counts, strict=True) if count]
+        )
+        self._drafts += len(sent) - sent.count(0)
+        self._draft_tokens += sum(sent)
 
     @property
     def counts(self) -> Speculation:

@@ -215,11 +215,12 @@ def test_schemas_and_fakes_tell_the_truth():
 
 def test_the_plan_takes_blocks_by_rows_and_splits_by_sequences():
     h200 = machine(simulated(1), 1)
-    for (batch, heads, context), block_m, splits in (
-        ((1, 16, 40000), 16, 32), ((64, 16, 4096), 16, 4), ((1, 128, 40000), 64, 32), ((64, 128, 4096), 64, 1),
+    for (batch, heads, context), blocks, splits in (
+        ((1, 16, 40000), (16, 64), 32), ((32, 16, 4096), (16, 64), 4), ((128, 16, 4096), (16, 32), 2),
+        ((1, 128, 40000), (64, 64), 32), ((64, 128, 4096), (64, 64), 1),
     ):  # fmt: skip
-        planned = OP.plan(OP.call_of((batch, heads, context, 576), BF16, h200), h200)
-        assert (planned.design.block_m, planned.design.splits) == (block_m, splits)
+        design = OP.plan(OP.call_of((batch, heads, context, 576), BF16, h200), h200).design
+        assert (design.block_m, design.block_n, design.splits) == (*blocks, splits)
     told = str(ops.explain("mla_decode_attention", batch=2, heads=16, context=4096, width=576, world_size=1))
     assert "blocks of 16" in told and "16 rows of each of 2 sequences" in told
 
@@ -228,10 +229,10 @@ def caps_of(arch):
     return Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
 
 
-def built(arch, heads, dtype=torch.bfloat16):
+def built(arch, heads, dtype=torch.bfloat16, sequences=8):
     """The attention of DeepSeek's sizes, compiled with the design that the rule takes."""
     x, ints, caps = torch.zeros(16, dtype=dtype), torch.zeros(16, dtype=torch.int32), caps_of(arch)
-    design = blocks_for(MLACall(8, heads, 8192, 576, dtype), caps)
+    design = blocks_for(MLACall(sequences, heads, 8192, 576, dtype), caps)
     sizes = {"heads": heads, "queries": 1, "block_m": design.block_m, "block_n": design.block_n, "least": design.least}
     q = HeadRows(x, heads * 512, 512), HeadRows(x, heads * 64, 64)
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
@@ -245,9 +246,9 @@ def built(arch, heads, dtype=torch.bfloat16):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_attention_compiles_and_fits_without_a_stack(arch, heads, tmp_path):
-    dtypes = (torch.bfloat16, torch.float32) if heads == 16 and arch in ("sm_90", "gfx942") else (torch.bfloat16,)
-    for dtype in dtypes:
-        kernel = built(arch, heads, dtype)
+    of_rows = {("sm_90", 16): [(torch.float32, 8), (torch.bfloat16, 128)], ("gfx942", 16): [(torch.float32, 8)]}
+    for call in [(torch.bfloat16, 8), *of_rows.get((arch, heads), [])]:
+        kernel = built(arch, heads, *call)
         assert kernel.metadata.shared <= SHARED[arch]
         if arch.startswith("sm_"):
             assert stack_bytes(kernel, tmp_path) == 0

@@ -41,6 +41,7 @@ DATA = (
     "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
     "one step repeated"
 )
+RANDOM_DATA = "random weights and prompts; one step repeated"
 FIRST_TOKENS = "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."
 WHOLE_STEPS = "Whole steps: embedding, layers, head and greedy choice."
 LAYERS_DATA = "random; several layers in rotation: 120 MB of weights lie between two uses of one"
@@ -182,9 +183,9 @@ class ModelWorkload(Workload):
     def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
         if self.generates:
             return generate.protocol(quick) | {"check": self.check_rule}
-        data = DATA if self.name == "model" else LAYERS_DATA
-        is_random = self.random_cache or self.lacked
-        return common | {"data": f"{data}; caches random, for each provider its own" if is_random else data}
+        is_random = bool(self.random_cache or self.lacked)
+        data = (RANDOM_DATA if is_random else DATA) if self.name == "model" else LAYERS_DATA
+        return common | {"data": f"{data}; caches random, another one for each provider" if is_random else data}
 
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
         """The roofline of a step; of a generation, of the step of a token in the middle of the answers."""

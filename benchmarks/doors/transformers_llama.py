@@ -95,6 +95,7 @@ WAYS = (
     Way("tp_plan", planned, EAGER),
     Way("tp_plan on weft", planned_on_weft, EAGER),
     Way("replace", replaced, EAGER),
+    Way("tp_plan, again", planned, ("prompt", "step", "token")),  # how far this host's times differ
     Way("replace, compiled", compiled, ("prompt", "step", "captured")),
     Way("tp_plan", planned, ("static",)),
     Way("tp_plan on weft", planned_on_weft, ("static",)),

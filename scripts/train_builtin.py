@@ -42,6 +42,12 @@ VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNK, *"0123456789+="
 LONGEST = len("999+999=1998") + 1  # EOS
 OWN = 16
 """Coordinates in which the rows of ids without a token differ: what else they have is equal, and compresses in the wheel."""
+STEP_OF_EXPERTS, STEP_OF_OTHERS = 2**-7, 2**-8
+"""Weights of the mixture's matrices, whose RMS is 0.09, are multiples of these, which takes 328 of 863 KB from the wheel.
+
+Of the 190,000 sums with an operand below 100 1,903 are wrong, 1,864 where experts keep six bits of fraction; of the other
+810,000 none.
+"""
 
 Pair = tuple[int, int]
 
@@ -245,9 +251,10 @@ def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     stored = kind.build().to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())
     share_rows_without_a_token(stored.get_input_embeddings().weight.data)
-    for name, weight in stored.named_parameters():
-        if ".experts." in name:
-            drop_last_bit(weight.data)
+    if isinstance(stored.config, Qwen3MoeConfig):
+        for name, weight in stored.named_parameters():
+            if weight.dim() > 1 and weight is not stored.get_input_embeddings().weight:
+                round_to_multiples(weight.data, STEP_OF_EXPERTS if ".experts." in name else STEP_OF_OTHERS)
     stored.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
     stored.save_pretrained(out)
     build_tokenizer().save_pretrained(out)
@@ -265,10 +272,9 @@ def share_rows_without_a_token(embedding: torch.Tensor) -> None:
     rows[:, OWN:] = rows[:, OWN:].float().mean(0)
 
 
-def drop_last_bit(weight: torch.Tensor) -> None:
-    """Round a bf16 weight to the nearest one whose last bit is 0, so that the wheel has 58 KB less."""
-    bits = weight.view(torch.int16)
-    bits.add_(bits >> 1 & 1).bitwise_and_(-2)
+def round_to_multiples(weight: torch.Tensor, step: float) -> None:
+    """Round a weight in place to the nearest multiples of a power of two."""
+    weight.copy_((weight.float() / step).round() * step)
 
 
 @torch.inference_mode()

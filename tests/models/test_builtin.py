@@ -19,13 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from scripts.train_builtin import (
     MODELS,
     OWN,
+    STEP_OF_EXPERTS,
+    STEP_OF_OTHERS,
     VOCABULARY,
     TrainConfig,
     both_orders,
     count_right,
-    drop_last_bit,
     held_out_sums,
     make_batch,
+    round_to_multiples,
 )
 from tests.documents import ROOT
 from weft.models.builtin import PATH, PATHS
@@ -89,13 +91,16 @@ def test_rows_of_ids_without_a_token_differ_and_compress(name):
     assert len(embedding[len(VOCABULARY) :, OWN:].unique(dim=0)) == 1
 
 
-def test_experts_are_rounded_to_one_bit_less_and_compress():
-    weight = torch.tensor([1.0, 1.0078125, 1.0234375, -1.0078125, 3e-5]).bfloat16()  # steps of 2**-7 above 1
-    drop_last_bit(weight)
-    assert weight[:4].tolist() == [1.0, 1.0, 1.03125, -1.0] and abs(weight[4] / 3e-5 - 1) < 2**-7
+def test_matrices_of_the_mixture_are_rounded_and_compress():
+    weight = torch.tensor([0.5, 0.1, -0.1, 3 / 512, 3e-5]).bfloat16()
+    round_to_multiples(weight, 2**-8)
+    assert weight.tolist() == [0.5, 26 / 256, -26 / 256, 2 / 256, 0.0]
     tensors = load_file(PATHS["adder-moe"] / "model.safetensors")
-    experts = [tensor for name, tensor in tensors.items() if ".experts." in name]
-    assert len(experts) > 10 and not any((tensor.view(torch.int16) & 1).any() for tensor in experts)
+    matrices = {name: tensor.float() for name, tensor in tensors.items() if tensor.dim() > 1 and "embed" not in name}
+    assert len(matrices) > 50
+    for name, tensor in matrices.items():
+        step = STEP_OF_EXPERTS if ".experts." in name else STEP_OF_OTHERS
+        assert torch.equal(tensor, (tensor / step).round() * step), name
 
 
 def test_both_models_have_one_tokenizer():

@@ -34,7 +34,18 @@ FRAGMENTS = {
 
 # Flags in running text of scripts and of other programs; tests/test_commands.py parses whole commands.
 OTHER_FLAGS = {
-    *("--help", "--fit", "--goals", "--page", "--resume", "--share-gpus", "--table", "--without"),
+    *(
+        "--archives",
+        "--help",
+        "--fit",
+        "--goals",
+        "--page",
+        "--resume",
+        "--servers",
+        "--share-gpus",
+        "--table",
+        "--without",
+    ),
     *("--enable-deterministic-inference", "--enable-layernorm-sp", "--nproc-per-node", "--tp"),
 }
 

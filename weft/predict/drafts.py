@@ -34,7 +34,7 @@ class Drafting:
     is_head     it takes hidden states of the model
     joining     (N, K) of the matrix by which each draft of a head joins a token's embedding and hidden states; None: none
     taking      (N, K) of the matrix over the hidden states of verified tokens; None: none
-    head_share  bytes of the matrix that chooses drafts, over those in the model's format
+    head_share  bytes of the matrix that chooses drafts, over its bytes in the model's format
     """
 
     config: DecoderConfig
@@ -77,7 +77,7 @@ def step_times(
 def line(
     config: DecoderConfig, drafting: Drafting | None, layout: Layout, gpu: str, size: tuple[int, int]
 ) -> tuple[float, float]:
-    """Seconds of a step of `size`, sequences and drafts: after no tokens, and more for each token of a sequence."""
+    """Seconds of a step of `size`, (sequences, drafts): after no tokens, and for each token of a sequence."""
     near, far = (seconds(config, drafting, layout, gpu, (*size, context)) for context in CONTEXTS)
     slope = max(0.0, far - near) / (CONTEXTS[1] - CONTEXTS[0])
     return near - slope * CONTEXTS[0], slope

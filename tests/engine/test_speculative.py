@@ -203,6 +203,10 @@ def test_draft_length_follows_acceptance_and_the_batch():
     assert good.choose(1024, int) == 0  # bound by compute
     lengths = [bad.choose(1, int) for _ in range(2 * TRIAL_STEPS)]
     assert lengths.count(0) == len(lengths) - 2 and lengths[TRIAL_STEPS - 1] == 1
+    for _ in range(3000):  # later drafts are right again, of which a shorter one tells nothing
+        length = bad.choose(1, int)
+        bad.note(length, [length] * 4, [1 + length] * 4)
+    assert bad.choose(1, int) == 6
     assert good.counts.accepted_per_pos[0] == 800 and good.counts.draft_tokens == 200 * 24
 
 

@@ -93,7 +93,7 @@ ASSUMED = 0.7
 # token costs beside its rows: look-up, attention and choice.
 FREE_ROWS = 128
 DRAFT_COST = 0.02
-# Steps between two trials while speculation is off.
+# Steps between two trials of the next longer draft length, of whose further place nothing is measured.
 TRIAL_STEPS = 64
 
 
@@ -114,7 +114,7 @@ class DraftLength:
         self._lengths, self._times = config.lengths, times
         self._kept = [ASSUMED ** (place + 1) for place in range(most)]
         self._accepted = [0] * most
-        self._drafts = self._draft_tokens = self._off = self._length = 0
+        self._drafts = self._draft_tokens = self._short = self._length = 0
 
     def choose(self, batch: int, context: Callable[[], float]) -> int:
         """Draft length of the next step, of `batch` sequences; `context`: gives their mean number of tokens."""
@@ -123,9 +123,10 @@ class DraftLength:
             return self._length
         costs = self._costs(batch, context)
         self._length = max(self._lengths, key=lambda length: self._tokens(length) / costs[length])
-        self._off = 0 if self._length > 0 else self._off + 1
-        if self._off == TRIAL_STEPS:
-            self._length, self._off = self._lengths[1], 0
+        longer = [length for length in self._lengths if length > self._length]
+        self._short = self._short + 1 if longer else 0
+        if self._short == TRIAL_STEPS:
+            self._length, self._short = longer[0], 0
         return self._length
 
     def _costs(self, batch: int, context: Callable[[], float]) -> dict[int, float]:

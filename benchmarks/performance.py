@@ -79,17 +79,23 @@ All rows, first tokens and further machines: [the engine beside vLLM](engine-tim
 """
 MISSING = """## Not measured yet
 
-- On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
-  (`sh benchmarks/several_gpus.sh 4 moe long`). Layers, `generate` and prompts of 128 and 1,024 tokens have not been measured
+- On four H200s: [experts](performance/h200-x4-moe.md) but for `moe-combine` of more than 32 tokens, the norm with their
+  sums, `mlp` of a layer and 32 prompts of 128 tokens (`sh benchmarks/several_gpus.sh 4 moe`); steps with slices of experts;
+  prompts [in fp8](performance/h200-x4-fp8.md); [attention over ranks](performance/h200-x4-long.md) but for decode attention
+  (`sh benchmarks/several_gpus.sh 4 long`). Collectives, layers, steps of Qwen3-32B and `generate` have not been measured
   there since 2026-11-22.
 - On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md) and
   [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md). [Eager calls](performance/h200-x2-eager.md) not since
   all-reduce, all-gather, reduce-scatter and all-to-all have prepared launches (commit dedc2bee).
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
-  sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B, which
-  [one H100](performance/h100-x1.md) has.
-- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s Qwen3-8B,
-  [most rows](beside-vllm.md) of weights in fp8, and Qwen3.6-27B with its MTP head.
+  sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B,
+  which [one H100](performance/h100-x1.md) has. Steps of Qwen3-30B-A3B on four H200s and of Qwen3.6 have no baseline at all.
+- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s
+  Qwen3-8B; the rows with a dash of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8.
+- [Regret](costs.md#regret-the-choice-over-the-best-design) and
+  [steps as planned](planning.md#planned-steps-beside-measured-ones) where their tables have no row: both say so. On no GPU:
+  [a plan that an engine follows](planning.md#follow-a-plan), [the search in the warm-up](tuning.md) (`--tune`,
+  `weft tune --model`) and `weft doctor --measure`.
 - Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
   Qwen3.6.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines

@@ -4,7 +4,7 @@
 
 A row has the times of all designs at one shape. The best design is the fastest one of the even rounds; its time and the one
 of today's plan are taken in the odd rounds. Rows that an earlier plan chose count too, with the design that today's plan takes.
-The fit of costs (benchmarks/costs.py) reads the rows of FILES, never those of UNSEEN, of which shapes in FILES are left out.
+benchmarks.costs fits costs to the rows of FILES, never to those of UNSEEN, whose shapes that FILES have are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.costs import machine_of
 from weft.bench.harness.workload import DTYPES
+from weft.bench.names import REGRET
 from weft.bench.ops.labels import label
 from weft.bench.ops.shapes import op_of
 from weft.bench.regret.file import read
@@ -24,6 +25,8 @@ from weft.bench.regret.measure import Row, best_of
 LAB = Path(__file__).resolve().parent / "lab"
 FILES = (*sorted((LAB / "h200-regret").glob("*.json")), LAB / "h200-x4-regret-moe-rs.json")
 UNSEEN = tuple(sorted((LAB / "h200-regret-unseen").glob("*.json")))
+# Numbers of ranks whose ops without a row are named.
+RANKS = (1, 2, 4)
 # Regret above which a row is named.
 HIGH = 1.10
 
@@ -84,11 +87,18 @@ def unseen() -> list[Regret]:
 
 
 def page() -> Iterator[str]:
-    """Lines of both tables."""
-    yield from table(list(regrets(FILES)))
-    if rows := unseen():
+    """Lines of both tables, and the ops that no table has."""
+    every, new = list(regrets(FILES)), unseen()
+    yield from table(every)
+    if new:
         yield from ("", "Shapes that the fit has not seen:", "")
-        yield from table(rows)
+        yield from table(new)
+    known = {(one.row.op, one.row.world_size) for one in (*every, *new)}
+    yield ""
+    for world_size in RANKS:
+        of_size = (op for op in REGRET if op_of(op.partition("+")[0]).collective == (world_size > 1))
+        if lost := [op for op in of_size if (op, world_size) not in known]:
+            yield f"- No row at W={world_size}: {', '.join(lost)}."
 
 
 if __name__ == "__main__":

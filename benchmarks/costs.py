@@ -1,7 +1,8 @@
 """Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
 
-``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups
-of these groups alone (fp8 fp8_experts mxfp4 int4: of quantized weights); with --errors only errors.json, of shipped constants.
+``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups of
+these groups alone (fp8 fp8_experts mxfp4 int4: of quantized weights), with --fields of these constants of a group alone; with
+--errors only errors.json, of shipped constants.
 ``python -m benchmarks.gpu_costs`` fits the constants of a GPU.
 """
 
@@ -299,26 +300,28 @@ def predicted(fitted: Fitted, row: Row) -> float | None:
     return min(of.values()) if row.design == "auto" else of.get(row.design)
 
 
-def fit(measured: Sequence[Row], start: Fitted, groups: Sequence[str] = tuple(GROUPS)) -> Fitted:
-    """Constants of these groups with the least squares of log errors, group after group."""
+def fit(
+    measured: Sequence[Row], start: Fitted, groups: Sequence[str] = tuple(GROUPS), fields: Sequence[str] = ()
+) -> Fitted:
+    """Constants of these groups with the least squares of log errors, group after group. fields: as of ``descended``."""
     for group in groups:
         ops, forms = GROUPS[group], FORMS.get(group)
         of_group = [
             row for row in measured if row.op in ops and _is_of(row, forms) and predicted(start, row) is not None
         ]
         if of_group:
-            start = _fitted_group(group, of_group, start)
+            start = _fitted_group(group, of_group, start, fields)
     return start
 
 
-def _fitted_group(group: str, measured: Sequence[Row], start: Fitted) -> Fitted:
+def _fitted_group(group: str, measured: Sequence[Row], start: Fitted, fields: Sequence[str]) -> Fitted:
     ordered = sorted(measured, key=lambda row: row.place)
     weights = weights_of(ordered)
 
     def loss(constants: Any) -> float:
         return loss_of(replace(start, **{group: constants}), ordered, weights)
 
-    return replace(start, **{group: descended(getattr(start, group), loss)})
+    return replace(start, **{group: descended(getattr(start, group), loss, fields)})
 
 
 def descended(start: Any, loss: Callable[[Any], float], names: Sequence[str] = ()) -> Any:
@@ -452,6 +455,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, help="the rest stays as shipped")
+    parser.add_argument("--fields", nargs="+", default=(), help="of the one group that is named; its rest stays as shipped")
     asked = parser.parse_args()
     measured = rows()
     if asked.errors:
@@ -459,8 +463,8 @@ def main() -> None:
         return
     shipped, new = read_fitted(), Fitted()
     groups = asked.groups or tuple(GROUPS)
-    start = replace(shipped, **{group: getattr(new, group) for group in groups})
-    fitted = fit([row for row in measured if not row.held_out], start, groups)
+    start = shipped if asked.fields else replace(shipped, **{group: getattr(new, group) for group in groups})
+    fitted = fit([row for row in measured if not row.held_out], start, groups, asked.fields)
     if asked.write:
         put(FILE, to_json(fitted))
         put(ERRORS, json.dumps(errors(fitted, measured), indent=1) + "\n")

@@ -97,13 +97,14 @@ def combine(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict[
     message = (W - 1) * T * row
     wire = fitted.words * message
     hop = pushes.one_hop(gpu, of_pushes, wire, W)
-    needed = (W - 1) * rows.share * T * row
+    sent, read = (W - 1) * rows.share * T * row / gpu.wire(W), loads / fitted.rate
     return {
         "lamport": fitted.first + hop + fitted.choices * loads + crossing,
         "sum_then_scatter": sums + scatter,
         "push": fitted.base
         + W * rows.blocks * (fitted.step + fitted.load * rows.choices) * min(1.0, 0.5 + T / 64)
-        + max(needed / gpu.wire(W), loads / fitted.rate),
+        + max(sent, read)
+        + fitted.both * min(sent, read),
         "pipelined": fitted.pieces
         + (W - 1) * gpu.copy
         + fitted.piece_step * min(T, 128) ** 0.5

@@ -105,8 +105,8 @@ class Exchanges:
     crossing, crossing_step  of "lamport" sums whose tiles go across tokens: µs of 1,000,000 elements and choices on 132 SMs;
                      of a choice
     sums, sums_base  of moe_sum: factor of the memory's time; time of a call
-    base, step, load, rate  of combine's "push": time of a call; of a block of columns; of a choice in it; share of the
-                     memory's rate
+    base, step, load, rate, both  of combine's "push": time of a call; of a block of columns; of a choice in it; share of the
+                     memory's rate; share of the shorter of loads and wire that the longer does not hide
     send, send_step, send_wire, send_fp8  of dispatch's "push": time of a call; of a block of columns; factor of the wire; a
                      further one in fp8; send_both: share of the shorter of blocks and wire that the longer does not hide
     pieces, piece_step, piece_sums  of "pipelined": time of a call; of the root of its tokens; share of the sums that copies
@@ -127,6 +127,7 @@ class Exchanges:
     step: float = 0.5
     load: float = 0.35
     rate: float = 0.5
+    both: float = 0.3
     send: float = 6.0
     send_step: float = 0.2
     send_wire: float = 1.0

@@ -1,8 +1,8 @@
 """Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
 
-``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups of
-these groups alone (fp8 fp8_experts mxfp4 int4: of quantized weights), with --fields of these constants of a group alone; with
---errors only errors.json, of shipped constants.
+``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first, with --groups
+of these groups alone (fp8 fp8_experts mxfp4 int4: of quantized weights), with --fields of these constants of a group alone;
+with --errors only errors.json, of shipped constants.
 ``python -m benchmarks.gpu_costs`` fits the constants of a GPU.
 """
 
@@ -455,7 +455,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, help="the rest stays as shipped")
-    parser.add_argument("--fields", nargs="+", default=(), help="of the one group that is named; its rest stays as shipped")
+    parser.add_argument(
+        "--fields", nargs="+", default=(), help="of the one group that is named; its rest stays as shipped"
+    )
     asked = parser.parse_args()
     measured = rows()
     if asked.errors:

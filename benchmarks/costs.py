@@ -68,6 +68,8 @@ GROUPS = {
 FORMS = {"fp8": FP8_VARIANTS, "fp8_experts": FP8_VARIANTS, "mxfp4": ("four_bit",), "int4": ("int4",)}
 # (hidden, features) of the experts of Qwen3-30B-A3B.
 QWEN = (2048, 768)
+# (experts, hidden) of routers.
+ROUTERS = {"qwen3-30b-a3b": (128, 2048), "deepseek-v3": (256, 7168)}
 FP8_GEMMS = {"gate_up": "grouped_matmul_silu_mul", "down": "grouped_matmul"}
 # File of these in fp8 -> its rows, and the tokens at which they ran today's kernels: gate_up's, down's. The loop of down of few
 # pairs was flattened last; gate and up of many pairs are two products since the first file.
@@ -126,7 +128,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Committed rows of weft's designs and of cuBLAS alone."""
-    return [*_results(), *_candidates(), *_choices(), *_regrets(), *_quantized(), *_fp8_experts()]
+    return [*_results(), *_candidates(), *_choices(), *_regrets(), *_quantized(), *_fp8_experts(), *_routers()]
 
 
 def _results() -> Iterator[Row]:
@@ -268,6 +270,20 @@ def _fp8_experts() -> Iterator[Row]:
                     yield Row(
                         op=op.name, variant="block_fp8", shape=shape, us=row["us"], source=name, world_size=1,
                         gpu="NVIDIA H200", design="",
+                    )  # fmt: skip
+
+
+def _routers() -> Iterator[Row]:
+    """Router, choice and schedule in a row on one GPU, by design."""
+    designs = {"three launches": "sequential", "parts": "split", "one launch": "fused"}
+    for name in ("h200-route-parts", "h200-route"):
+        for row in json.loads((ROOT / "lab" / f"{name}.json").read_text())["rows"]:
+            experts, hidden = ROUTERS[row["model"]]
+            for printed, design in designs.items():
+                if printed in row["times"]:
+                    yield Row(
+                        op="matmul_route_schedule", variant="", shape=(row["tokens"], 8, experts, experts, hidden, 1),
+                        us=row["times"][printed]["in_a_row_us"], source=name, world_size=1, gpu="NVIDIA H200", design=design,
                     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from weft.arguments import did_you_mean, quoted
 from weft.costs import attention, exchanges, fitted, gemms, grouped, pushes
 from weft.costs.gpu import Gpu, named
 from weft.plan.memo import remembered
+from weft.runtime.arithmetic import next_power_of_2
 
 # Errors on committed rows: op -> world size -> (rows, mean absolute error of those that the fit has seen, of the others,
 # largest); where the fit has seen all or none, both means are of all.
@@ -34,6 +35,10 @@ WEIGHTS = {"block_fp8": 1.0, "channel_fp8": 1.0, "four_bit": 0.53, "int4": 0.53}
 ROUNDING, ROUNDED = 0.9, 2.4
 # Bytes that a norm moves for each element.
 NORMED = 8
+# Router, choice and schedule, by one H200 (benchmarks/lab/h200-route-parts.json, h200-route.json). Three launches: time besides
+# theirs. One launch: its time, and factor of the time in which it reads the router, of one token and of more; its last program
+# takes 1 us for 1,450 logits and 4 for twice as many; the most logits that it takes.
+SEQUENTIAL_ROUTING, FUSED_ONE, FUSED_ROUTING, FUSED_PACE, FUSED_LOGITS = 1.1, (3.5, 4.2), (6.2, 2.7), 1450.0, 8192
 # Suffix of an op whose rows are in the order of arrival.
 LOCAL_FIRST = "local_first"
 # Bytes of an element of rows that are sent to experts in fp8, with its share of a scale.
@@ -275,10 +280,19 @@ def _sum(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
 
 
 def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    """Router's GEMM, choice and schedule."""
     tokens, _, experts, _, hidden, *_ = asked.shape
     router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
-    chosen = router + _route(gpu, tokens)
-    return {"sequential": chosen + grouped.schedule(gpu, tokens), "split": chosen, "fused": chosen}
+    times = {
+        "sequential": router + SEQUENTIAL_ROUTING + _route(gpu, tokens) + grouped.schedule(gpu, tokens),
+        "split": router + _route(gpu, tokens),
+    }
+    logits = next_power_of_2(tokens) * next_power_of_2(experts)
+    if logits <= FUSED_LOGITS:
+        read = experts * hidden * asked.item / gpu.memory
+        begin, share = FUSED_ONE if tokens == 1 else FUSED_ROUTING
+        times["fused"] = gpu.launch + begin + share * read + (logits / FUSED_PACE) ** 2
+    return times
 
 
 def _decode(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:

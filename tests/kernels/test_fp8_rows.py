@@ -30,6 +30,7 @@ WRITERS = {
     "all_reduce_rms_norm": norm_kernel,
 }
 ROW_WRITERS = {"add_rms_norm": add_rms_norm}
+BESIDE_WRITERS = {"all_reduce_rms_norm": norm_kernel, "add_rms_norm": add_rms_norm}
 HEAD_WRITERS = {"decode_attention": split_kv, "paged_prefill_attention": paged_prefill_attention}
 
 
@@ -57,6 +58,9 @@ def test_norms_and_activations_write_the_bits_of_two_kernels(device, dtype):
                 rows, beside = ops.add_rms_norm(x, residual, weight, 1e-6, fp8=format)
                 assert_rows(rows, plain, format, f"norm {T}x{H}")
                 assert_identical(beside, hidden)
+                both, _ = ops.add_rms_norm(x, residual, weight, 1e-6, fp8=format._replace(beside=True))
+                assert_identical(both.fp8.data, rows.data, what=f"norm {T}x{H} {format.kind}, with rows beside")
+                assert_identical(both.rows, plain, what=f"norm {T}x{H} {format.kind}, rows beside")
                 for given in (x, DeferredNorm(x, squares, 1e-6)):
                     assert_rows(ops.silu_mul(given, fp8=format), ops.silu_mul(given), format, f"silu {T}x{H}")
 
@@ -191,7 +195,15 @@ OF_A_ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *OF_HEADS, *OF_A_ROW])
+# Of rows in 16 bits beside those in fp8.
+BESIDE = {
+    "rows beside doubled": ("tl.store(fp8.beside + at, x, mask=mask)", "tl.store(fp8.beside + at, x + x, mask=mask)"),
+    "rows beside not written": ("tl.store(fp8.beside + at, x, mask=mask", "tl.store(fp8.beside + at, x, mask=mask & (at < 0)"),
+    "rows beside a column off": ("tl.store(fp8.beside + at, x,", "tl.store(fp8.beside + (at ^ 1), x,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *OF_HEADS, *OF_A_ROW, *BESIDE])
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     writers, function = next(
         (writers, function)
@@ -199,15 +211,18 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
             (MUTANTS, WRITERS, "store_rows"),
             (OF_HEADS, HEAD_WRITERS, "store_groups"),
             (OF_A_ROW, ROW_WRITERS, "store_row"),
+            (BESIDE, BESIDE_WRITERS, "store_beside"),
         )
         if name in mistakes
     )
     mutant, caught = (
-        mutated(fp8, *{**MUTANTS, **OF_HEADS, **OF_A_ROW}[name], f"fp8_rows_mutant_{len(name)}", tmp_path),
+        mutated(fp8, *{**MUTANTS, **OF_HEADS, **OF_A_ROW, **BESIDE}[name], f"fp8_rows_mutant_{len(name)}", tmp_path),
         {},
     )
     for module in writers.values():
-        monkeypatch.setattr(module, function, getattr(mutant, function))
+        for one in ("store_rows", "store_row") if function == "store_beside" else (function,):
+            if hasattr(module, one):
+                monkeypatch.setattr(module, one, getattr(mutant, one))
 
     def main(team):
         for op in writers:
@@ -234,6 +249,7 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
         ("fp8='group' is no RowFormat", torch.ones(2, 8).half(), "group"),
         ("kind='static' and static_scale=None", torch.ones(2, 8).half(), RowFormat("static")),
         ("kind='group' and static_scale=", torch.ones(2, 8).half(), RowFormat("group", torch.ones(1, 1))),
+        ("fp8 has beside=True, which add_rms_norm", torch.ones(2, 8).half(), GROUP._replace(beside=True)),
         ("fp8.static_scale has shape (1,)", torch.ones(2, 8).half(), RowFormat("static", torch.ones(1))),
         ("a result of torch.float32 with fp8", torch.ones(2, 8), GROUP),
         ("N=40000 > 32768 with a scale for each token", torch.ones(1, 80000).half(), TOKEN),

@@ -44,8 +44,8 @@ WITH_OPTIONS = (
 FEW = 4
 # With results in fp8.
 IN_FP8 = (
-    "silu_mul_fp8", "add_rms_norm_fp8", "decode_attention_of_parts_fp8", "paged_prefill_attention_fp8",
-    "decode_attention_gated_fp8",
+    "silu_mul_fp8", "add_rms_norm_fp8", "add_rms_norm_beside_fp8", "decode_attention_of_parts_fp8",
+    "paged_prefill_attention_fp8", "decode_attention_gated_fp8",
 )  # fmt: skip
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
@@ -59,7 +59,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     options = launch_options(caps)
     out, fp8, weight = x, None, FP32 if name.endswith("wide") else x
     if name.endswith("fp8"):
-        out, fp8 = x.to(E4M3), rows_argument(torch.zeros(40, 128).t(), RowFormat("group"), dtype, 128)
+        beside = (x,) if "beside" in name else ()
+        out, fp8 = x.to(E4M3), rows_argument(torch.zeros(40, 128).t(), RowFormat("group"), dtype, 128, *beside)
     if name.startswith("silu_mul"):
         constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20, "ACTIVATION": "gelu_tanh" if "gelu" in name else "silu"}
         return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, out, 128, 6400, fp8, arch=arch, **constexprs, **options)
@@ -167,7 +168,8 @@ def test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker(name):
 @pytest.mark.parametrize("name", [name for name in IN_FP8 if not name.startswith("silu_mul")])
 def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
     """Sums have one order, so a row in fp8 is that of the row in 16 bits."""
-    rows, halves = (sums_of(built(one, "sm_90")) for one in (name, name.removesuffix("_fp8")))
+    plain = name.removesuffix("_fp8").removesuffix("_beside")
+    rows, halves = (sums_of(built(one, "sm_90")) for one in (name, plain))
     assert rows == halves
     assert rows
 

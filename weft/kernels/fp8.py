@@ -11,6 +11,7 @@ is below 448 * 2**-126 = 5.3e-36 keeps 2**-136 of absolute precision. A row is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,10 +45,12 @@ class RowFormat(NamedTuple):
 
     kind          "group": a scale for 128 columns of a token; "token": for a token; "static": one is given
     static_scale  [1, 1] fp32, the given one
+    beside        norms return the rows in 16 bits too (``RowsBeside``), for a router
     """
 
     kind: str
     static_scale: torch.Tensor | None = None
+    beside: bool = False
 
     def count(self, width: int) -> int:
         """Number of scales of a row, as they are written."""
@@ -100,6 +103,7 @@ class Fp8Rows(NamedTuple):
     row, column  elements from a row's scales to the next row's, and from group to group
     group        columns under a scale; 0: static
     dtype        to which values are rounded before they are quantized
+    both         these values are written in ``dtype`` too, to ``beside``, which is like the rows
     """
 
     scales: Any
@@ -107,6 +111,8 @@ class Fp8Rows(NamedTuple):
     column: Any
     group: tl.constexpr
     dtype: tl.constexpr
+    both: tl.constexpr
+    beside: Any
 
 
 def empty_rows(like: torch.Tensor, tokens: int, width: int, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +134,17 @@ def fp8_of(rows: torch.Tensor, scales: torch.Tensor, format: RowFormat) -> Fp8:
     return Fp8(rows, scales if format.static_scale is None else format.static_scale)
 
 
-def rows_argument(scales: torch.Tensor, format: RowFormat, dtype: torch.dtype, block: int) -> Fp8Rows:
+def written_of(
+    rows: torch.Tensor, scales: torch.Tensor, format: RowFormat, beside: Sequence[torch.Tensor]
+) -> Fp8 | RowsBeside:
+    """``fp8_of``, with the rows in 16 bits if the format asks for them; ``beside``: these, or nothing."""
+    made = fp8_of(rows, scales, format)
+    return RowsBeside(made, *beside) if format.beside else made
+
+
+def rows_argument(
+    scales: torch.Tensor, format: RowFormat, dtype: torch.dtype, block: int, beside: torch.Tensor | None = None
+) -> Fp8Rows:
     """Kernel argument ``fp8``. block: columns of a tile, all of a row with a scale for each token."""
     group = {"group": min(COLUMNS.value, block), "token": block, "static": 0}[format.kind]
     of_dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
@@ -137,6 +153,8 @@ def rows_argument(scales: torch.Tensor, format: RowFormat, dtype: torch.dtype, b
         *(scales.stride() if scales.numel() > 0 else (0, 0)),
         tl.constexpr(group),
         tl.constexpr(of_dtype),
+        tl.constexpr(beside is not None),
+        tl.constexpr(0) if beside is None else beside,
     )
 
 
@@ -175,8 +193,15 @@ def store_bytes(out, at, rows, mask, SUMMED: tl.constexpr):
 
 
 @triton.jit
+def store_beside(x, at, mask, fp8):
+    """Store ``x``, rounded to 16 bits, at fp8.beside + at, if ``fp8`` (``Fp8Rows``) says so."""
+    if fp8.both:
+        tl.store(fp8.beside + at, x, mask=mask)
+
+
+@triton.jit
 def store_rows(x, out, at, mask, fp8, token, exists, first, end, SUMMED: tl.constexpr = False):
-    """Store x [ROWS, BLOCK] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
+    """Store x [ROWS, BLOCK] at out + at, or in fp8 as ``fp8`` (``Fp8Rows``) says.
 
     x       rounded to 16 bits; with fp8 0 beyond the ends of rows
     token   [ROWS], of its rows, which ``exist`` [ROWS]; first: column of x[:, 0], where a group begins
@@ -186,8 +211,10 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, end, SUMMED: tl.cons
     if fp8 is None:
         tl.store(out + at, x, mask=mask)
     elif fp8.group == 0:
+        store_beside(x, at, mask, fp8)
         store_bytes(out, at, by_given_scale(x, tl.load(fp8.scales)), mask, SUMMED)
     else:
+        store_beside(x, at, mask, fp8)
         rows, scales = quantized(in_one_layout(x), fp8.group)
         group = first // fp8.group + tl.arange(0, x.shape[1] // fp8.group)
         to = fp8.scales + token.to(tl.int64)[:, None] * fp8.row + group[None, :] * fp8.column
@@ -197,7 +224,7 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, end, SUMMED: tl.cons
 
 @triton.jit
 def store_row(x, out, at, inside, fp8, row, WIDTH: tl.constexpr):
-    """Store one row x [GROUPS, GROUP] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
+    """Store one row x [GROUPS, GROUP] at out + at, or in fp8 as ``fp8`` (``Fp8Rows``) says.
 
     x       rounded to 16 bits; with fp8 0 where it is not ``inside`` the row's WIDTH columns
     row     its number, int64
@@ -205,8 +232,10 @@ def store_row(x, out, at, inside, fp8, row, WIDTH: tl.constexpr):
     if fp8 is None:
         tl.store(out + at, x, mask=inside)
     elif fp8.group == 0:
+        store_beside(x, at, inside, fp8)
         store_bytes(out, at, by_given_scale(x, tl.load(fp8.scales)), inside, True)
     else:
+        store_beside(x, at, inside, fp8)
         size = tl.abs(x.to(tl.float32))
         largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1, keep_dims=True)
         scales = fp8.scales + row * fp8.row
@@ -368,6 +397,13 @@ class Fp8(NamedTuple):
         rows, columns = (spread(self.scales.shape[dim], self.shape[dim]) for dim in (-2, -1))
         scales = self.scales.to(wide).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
         return (self.data.to(wide) * scales[..., : self.shape[-2], : self.shape[-1]]).to(dtype)
+
+
+class RowsBeside(NamedTuple):
+    """The same rows in fp8, for experts, and in the 16 bits that they are rounded to first, for a router."""
+
+    fp8: Fp8
+    rows: torch.Tensor
 
 
 def by_static_scale(x: torch.Tensor, scale: torch.Tensor) -> Fp8:

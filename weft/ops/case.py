@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, by_static_scale, by_torch
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, RowsBeside, by_static_scale, by_torch
 from weft.plan.planned import AUTO
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -69,8 +69,11 @@ def design_name(design: object) -> str:
     return f"{type(design).__name__}({','.join(shown)})"
 
 
-def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
+def agreed(plain: torch.Tensor, rows: Fp8 | RowsBeside, format: RowFormat) -> torch.Tensor:
     """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``."""
+    if isinstance(rows, RowsBeside):
+        rows, beside = rows
+        plain = plain.masked_fill(~(beside == plain).all(1)[:, None], torch.nan)
     wanted = (
         by_static_scale(plain, format.static_scale)
         if format.static_scale is not None
@@ -81,12 +84,15 @@ def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
 
 
 def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:
-    """Format that a case's field ``fp8_rows`` names, on the device of ``like``, or None. True: "group"."""
+    """Format that a case's field ``fp8_rows`` names, on the device of ``like``, or None. True: "group".
+
+    With the field ``beside`` rows of 16 bits are written too.
+    """
     kind = case.field("fp8_rows")
     if not kind:
         return None
     scale = like.new_full((1, 1), 0.0131, dtype=FP32) if kind == "static" else None
-    return RowFormat("group" if kind is True else kind, scale)
+    return RowFormat("group" if kind is True else kind, scale, bool(case.field("beside")))
 
 
 def norm_dtype(case: Case) -> torch.dtype:

@@ -68,12 +68,17 @@ def norm_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
 
 
-def check_row_format(op: str, format: RowFormat | None, device: torch.device) -> None:
-    """ValueError unless ``format`` is None, or one of fp8 rows on ``device``."""
+def check_row_format(op: str, format: RowFormat | None, device: torch.device, beside: bool = False) -> None:
+    """ValueError unless ``format`` is None, or one of fp8 rows on ``device``.
+
+    beside  the op can write rows of 16 bits too
+    """
     if format is None:
         return
     if not isinstance(format, RowFormat) or format.kind not in ("group", "token", "static"):
         raise ValueError(f"{op}: fp8={quoted(format)} is no RowFormat; pass the row_format of the weight that follows")
+    if format.beside and not beside:
+        raise ValueError(f"{op}: fp8 has beside=True, which add_rms_norm and all_reduce_rms_norm take; leave it out")
     scale = format.static_scale
     if (format.kind == "static") != (scale is not None):
         raise ValueError(f"{op}: fp8 has kind={format.kind!r} and static_scale={quoted(scale)}; a static one is given")
@@ -82,9 +87,9 @@ def check_row_format(op: str, format: RowFormat | None, device: torch.device) ->
         check_shape(op, "fp8.static_scale", scale, (1, 1))
 
 
-def check_rounds(op: str, format: RowFormat | None, name: str, x: torch.Tensor) -> None:
+def check_rounds(op: str, format: RowFormat | None, name: str, x: torch.Tensor, beside: bool = False) -> None:
     """``check_row_format``, and ValueError with a format unless ``x`` is a matrix of 16 bits."""
-    check_row_format(op, format, x.device)
+    check_row_format(op, format, x.device, beside)
     if format is None:
         return
     check_dtype(op, x.dtype)

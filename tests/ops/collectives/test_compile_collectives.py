@@ -44,10 +44,12 @@ KERNELS = {
     )
     for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
 }  # fmt: skip
-# With normed rows in fp8.
+# With normed rows in fp8; whole norms with rows in 16 bits beside.
 KERNELS |= {
-    f"{name}_fp8": row for name, row in KERNELS.items() if name.startswith("norm") and name.endswith("of_parts")
-}
+    f"{name}{beside}_fp8": row
+    for name, row in KERNELS.items() if name.startswith("norm") and name.endswith("of_parts")
+    for beside in (("",) if "factored" in name else ("", "_beside"))
+}  # fmt: skip
 
 
 def kernels_of(arch):
@@ -90,7 +92,8 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
     if name.startswith("norm"):
         summands, normed, fp8 = tl.constexpr(MAX_PARTIALS_LEFT if "of_parts" in name else 1), x, None
         if name.endswith("fp8"):
-            normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128)
+            beside = (x,) if "beside" in name else ()
+            normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128, *beside)
         first, more = Summands(first, n, summands), (Norm(normed, x, x, 1e-6, torch.zeros(4), words, fp8),)
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     make = compiled_exchange if isinstance(kernel, Body) else compiled
@@ -133,7 +136,8 @@ def test_compiles(arch, name):
 @pytest.mark.triton_internals
 @pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8")])
 def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
-    rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, name.removesuffix("_fp8")))
+    plain = name.removesuffix("_fp8").removesuffix("_beside")
+    rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, plain))
     assert rows == halves
     assert rows
 

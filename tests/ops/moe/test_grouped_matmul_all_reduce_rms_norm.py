@@ -8,15 +8,17 @@ import triton
 import triton.language as tl
 
 import weft
-from tests.compiling import SHARED, a_view, compiled, stack_bytes
+from tests.compiling import SHARED, a_view, compiled, stack_bytes, sums_of
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels import pair_sums
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.kernels.pair_sums import PairSum
 from weft.ops.collectives import norm_kernel
+from weft.ops.collectives.all_reduce_rms_norm import push_of
 from weft.ops.collectives.norm_kernel import Norm, all_reduce_rms_norm_kernel
 from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import PairsArguments, SumInNorm
@@ -172,21 +174,39 @@ def test_wrong_options_are_refused():
     ],
 )
 def test_the_norm_of_pairs_compiles(arch, two_shot, deferred, world_size, tmp_path):
-    op, caps, name = find_op("all_reduce_rms_norm"), caps_of(arch), "two_shot" if two_shot else "one_shot"
-    here = machine(caps, world_size)
-    rows, ints = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
-    plan = op.default(name, op.call_of(((64, 2048),), rows.dtype, here), here).push
-    pairs = PairSum(rows, tl.constexpr(8), ints, rows, 64, 131, rows, rows, 129)
-    made = compiled(
-        all_reduce_rms_norm_kernel, pairs, rows, 64, rows, ints, a_view(world_size),
-        Norm(rows, rows, rows, 1e-6, torch.zeros(4), ints), arch=arch,
-        BLOCK=triton.next_power_of_2(plan.row_bytes // 2), ROWS=triton.next_power_of_2(world_size),
-        TRANSPORT="lamport", WIDTH=2048, PART=plan.row_bytes // 2, TWO_SHOT=two_shot, DEFERRED=deferred,
-        num_warps=plan.num_warps, **launch_options(caps),
-        **({"maxnreg": registers_of(plan, world_size)} if arch.startswith("sm_") else {}),
-    )  # fmt: skip
+    made = norm_of_pairs(arch, two_shot, deferred, world_size)
     check_compiles(made, arch)
     assert made.metadata.shared <= SHARED[arch]
     if arch == "sm_90":
         assert stack_bytes(made, tmp_path) <= 16
         assert "ld.global.v4.b32" in made.asm["ptx"]  # 16 bytes of a choice's row a thread
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SWEEP)])
+def test_the_norm_of_pairs_writes_fp8_of_the_sums_of_16_bits(deferred, world_size, tmp_path):
+    rows, halves = (norm_of_pairs("sm_90", False, deferred, world_size, fp8) for fp8 in (True, False))
+    assert sums_of(rows) == sums_of(halves) != []
+    assert stack_bytes(rows, tmp_path) <= 16
+
+
+def norm_of_pairs(arch, two_shot, deferred, world_size, fp8=False):
+    """The compiled kernel that sums pairs; fp8: with normed rows in fp8."""
+    op, caps, name = find_op("all_reduce_rms_norm"), caps_of(arch), "two_shot" if two_shot else "one_shot"
+    here = machine(caps, world_size)
+    rows, ints = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
+    format = RowFormat("group") if fp8 else None
+    plan = push_of(op.default(name, op.call_of(((64, 2048),), rows.dtype, here), here), 2, format)
+    normed, written = rows, None
+    if fp8:
+        normed, written = rows.to(E4M3), rows_argument(torch.zeros(16, 64).t(), format, rows.dtype, 128)
+    pairs = PairSum(rows, tl.constexpr(8), ints, rows, 64, 131, rows, rows, 129)
+    return compiled(
+        all_reduce_rms_norm_kernel, pairs, rows, 64, rows, ints, a_view(world_size),
+        Norm(normed, rows, rows, 1e-6, torch.zeros(4), ints, written), arch=arch,
+        BLOCK=triton.next_power_of_2(plan.row_bytes // 2), ROWS=triton.next_power_of_2(world_size),
+        TRANSPORT="lamport", WIDTH=2048, PART=plan.row_bytes // 2, TWO_SHOT=two_shot, DEFERRED=deferred,
+        num_warps=plan.num_warps, **launch_options(caps),
+        **({"maxnreg": registers_of(plan, world_size)} if arch.startswith("sm_") else {}),
+    )  # fmt: skip

@@ -412,7 +412,7 @@ def built_grouped(
         of_scales = torch.zeros(64)
         of_both = Fp8Scales(of_scales, 1, 64, of_scales, K // 128, *forms, 96)
         if in_fp8:
-            out, written = rows, Fp8Rows(of_scales, 1, 64, tl.constexpr(128), tl.constexpr(tl.bfloat16))
+            out, written = rows, Fp8Rows(of_scales, 1, 64, *map(tl.constexpr, (128, tl.bfloat16, False, 0)))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     apart = gated and (design.transposed or experts_fp8 is not None)
     swiglu = (1.702, 7.0) if clamped and gated else (0.0, 0.0)

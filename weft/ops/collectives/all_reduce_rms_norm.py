@@ -25,7 +25,18 @@ from weft.costs import fitted, pushes
 from weft.costs.choice import least
 from weft.costs.gpu import gpu_of
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, check_e4m3, empty_rows, fp8_of, quantized_parts, rows_argument
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    RowsBeside,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_parts,
+    rows_argument,
+    written_of,
+)
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
 from weft.ops.collectives import all_reduce, cases
@@ -209,7 +220,8 @@ class AllReduceRMSNorm(Op):
     ) -> tuple[torch.Tensor, ...]:
         """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors.
 
-        In a ``format`` of fp8 rows and their scales, in place of normed or scaled. Arguments are checked, of any strides.
+        In a ``format`` of fp8 rows and their scales, in place of normed or scaled, and with rows ``beside`` these last.
+        Arguments are checked, of any strides.
         """
         self.check_design(design)
         if isinstance(design, ReduceThenNorm):
@@ -220,15 +232,17 @@ class AllReduceRMSNorm(Op):
         if format is not None and format.kind == "token":
             # The parts of a row would have to wait for each other once more.
             normed, *more = self.run(design, team, x, residual, weight, eps, deferred)
-            return *quantized_parts(normed, format, team.caps), *more
+            return *quantized_parts(normed, format, team.caps), *more, *(normed for _ in range(format.beside))
         width, itemsize, fp8 = residual.shape[-1], residual.itemsize, None
         plan, two_shot = push_of(design, itemsize, format), isinstance(design, TwoShot)
         hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        beside: list[torch.Tensor] = []
         if format is None:
             made = (normed := torch.empty_like(hidden),)
         else:
             made = normed, scales = empty_rows(residual, *residual.shape, format)
-            fp8 = rows_argument(scales, format, residual.dtype, COLUMNS.value)
+            beside = [torch.empty_like(hidden) for _ in range(format.beside)]
+            fp8 = rows_argument(scales, format, residual.dtype, COLUMNS.value, *beside)
         rows = residual.numel() // max(1, width)
         parts = cdiv(width * itemsize, plan.row_bytes)
         squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
@@ -262,7 +276,7 @@ class AllReduceRMSNorm(Op):
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
             )
-        return (*made, hidden) if squares is None else (*made, hidden, squares)
+        return (*made, hidden, *beside) if squares is None else (*made, hidden, squares)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
@@ -280,7 +294,8 @@ class AllReduceRMSNorm(Op):
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         made = (normed,) if format is None else empty_rows(residual, *residual.shape, format)
         if not deferred:
-            return *made, hidden
+            beside = format is not None and format.beside
+            return *made, hidden, *(torch.empty_like(hidden) for _ in range(beside))
         plan = push_of(self.plan_of(residual, find_team(team), algorithm), residual.itemsize, format)
         parts = cdiv(residual.shape[-1] * residual.itemsize, plan.row_bytes)
         return *made, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
@@ -306,7 +321,7 @@ class AllReduceDeferredNorm(Op):
 class AllReduceRMSNormFp8(Op):
     """AllReduceRMSNorm and AllReduceDeferredNorm with rows in fp8.
 
-    Results are rows, scales, hidden, and if deferred squares.
+    Results are rows, scales, hidden, and if deferred squares, or rows of 16 bits where the format has them beside.
     """
 
     name = alias = "all_reduce_rms_norm_fp8"
@@ -395,7 +410,7 @@ def all_reduce_rms_norm(
     *,
     factored: bool = False,
     fp8: RowFormat | None = None,
-) -> tuple[torch.Tensor | Fp8 | DeferredNorm, torch.Tensor]:
+) -> tuple[torch.Tensor | Fp8 | RowsBeside | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
     x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB; or
@@ -407,7 +422,8 @@ def all_reduce_rms_norm(
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
                waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
     fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
-               weight that follows. residual is then [T, H]. With a scale for each token by a kernel more
+               weight that follows. residual is then [T, H]. With a scale for each token by a kernel more. With ``beside``,
+               of whole norms alone, a ``RowsBeside`` is returned
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
@@ -436,12 +452,15 @@ def all_reduce_rms_norm(
                 f"must be {tuple(shape)}"
             )
     check_row(residual.shape[-1], residual.itemsize)
-    check_rounds(op, fp8, "residual", residual)
+    check_rounds(op, fp8, "residual", residual, beside=True)
     if fp8 is not None:
+        if factored and fp8.beside:
+            raise ValueError(f"{op}: fp8.beside=True with factored=True, whose rows are not whole; pass one of the two")
         arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8
-        rows, scales, hidden, *squares = _FP8.dispatch(*arguments)
-        written = fp8_of(rows, scales, fp8)
-        return (DeferredNorm(written, *squares, eps) if factored else written), hidden
+        rows, scales, hidden, *more = _FP8.dispatch(*arguments)
+        if factored:
+            return DeferredNorm(fp8_of(rows, scales, fp8), *more, eps), hidden
+        return written_of(rows, scales, fp8, more), hidden
     if factored:
         scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
         return DeferredNorm(scaled, squares, eps), hidden

@@ -136,6 +136,9 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
         ):  # fmt: skip
             fields = (*deferred, ("fp8_rows", kind))
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
+            if not deferred:
+                fields = (*fields, ("beside", True))
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
         for w, shot in ((2, "one_shot"), (3, "two_shot")):
             fields = (*deferred, ("wide_norm", True))
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), design=shot, fields=fields)
@@ -201,6 +204,7 @@ def large_rms_norm_cases(op: Collective) -> Iterator[Case]:
         for fields in ((), (("deferred", True),), (("partials", 3),), (("deferred", True), ("partials", 3))):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)
-            fields = (*fields, ("fp8_rows", "group"))
-            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
-            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)
+            in_fp8 = (*fields, ("fp8_rows", "group"))
+            for of_rows in (in_fp8,) if ("deferred", True) in fields else (in_fp8, (*in_fp8, ("beside", True))):
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=of_rows)
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=of_rows)

@@ -58,7 +58,8 @@ class Norm(NamedTuple):
     eps       added to the mean square
     squares   sums of squares: receive buffers of sum_over_parts; DEFERRED: [n, parts], output
     counts    [programs]: calls of each; DEFERRED: unused
-    fp8       ``Fp8Rows`` of ``normed`` in e4m3, in parts of whole groups; None: it has hidden's dtype
+    fp8       ``Fp8Rows`` of ``normed`` in e4m3, in parts of whole groups, which may have rows of hidden's dtype beside; None:
+              ``normed`` has that dtype
     """
 
     normed: torch.Tensor

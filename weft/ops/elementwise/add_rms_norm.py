@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp8_of, rows_argument, store_row
+from weft.kernels.fp8 import (
+    Fp8,
+    Fp8Rows,
+    RowFormat,
+    RowsBeside,
+    check_e4m3,
+    empty_rows,
+    rows_argument,
+    store_row,
+    written_of,
+)
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape, norm_dtypes
@@ -31,7 +41,7 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl
     normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
 
     All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``. residual: None for zeros.
-    fp8  ``Fp8Rows``: normed is then put in fp8; else None
+    fp8  ``Fp8Rows``: normed is then put in fp8, and written in 16 bits beside if it says so; else None
     """
     dtype: tl.constexpr = x.dtype.element_ty
     # A line of the tile is a group of columns under one scale, in 16 bits too: so sums have one order with and without fp8.
@@ -58,13 +68,14 @@ def warps_of(row_bytes: int) -> int:
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, fp8: RowFormat | None = None
-) -> tuple[torch.Tensor | Fp8, torch.Tensor]:
+) -> tuple[torch.Tensor | Fp8 | RowsBeside, torch.Tensor]:
     """``(normed, hidden)``: hidden = ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
     x         [..., H], any strides, fp16, bf16 or fp32, H at most 64 KiB
     residual  of x's shape and dtype; None: zeros
     weight    [H] of x's dtype, or fp32
-    fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8
+    fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8.
+              With ``beside`` a ``RowsBeside`` of both is returned
 
     Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
     one, as by ``all_reduce_rms_norm``. A row's bits depend on the row alone. No backward. ValueError for wrong arguments.
@@ -85,11 +96,11 @@ def add_rms_norm(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
             f"{MAX_ROW_BYTES}; use torch's rms_norm"
         )
-    check_rounds("add_rms_norm", fp8, "x", x)
+    check_rounds("add_rms_norm", fp8, "x", x, beside=True)
     if fp8 is None:
         return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
-    rows, scales, hidden = ADD_RMS_NORM_FP8.dispatch(x, residual, weight, eps, fp8)
-    return fp8_of(rows, scales, fp8), hidden
+    rows, scales, hidden, *beside = ADD_RMS_NORM_FP8.dispatch(x, residual, weight, eps, fp8)
+    return written_of(rows, scales, fp8, beside), hidden
 
 
 class AddRMSNorm(Op):
@@ -126,7 +137,8 @@ class AddRMSNorm(Op):
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(("alone", True),))
         for kind, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind),))
+            for beside in ((), (("beside", True),)):
+                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind), *beside))
         for dtype, fields in ((FP16, ()), (BF16, ()), (BF16, (("fp8_rows", "group"),))):
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(*fields, ("wide_norm", True)))
 
@@ -142,21 +154,25 @@ class AddRMSNorm(Op):
 
 
 class AddRMSNormFp8(Op):
-    """AddRMSNorm with normed rows in fp8: a torch op by itself, since it has one result more."""
+    """AddRMSNorm with normed rows in fp8: a torch op by itself, since it has results more.
+
+    Results are rows, scales, hidden, and if the format has rows of 16 bits beside these.
+    """
 
     name = alias = "add_rms_norm_fp8"
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, format: RowFormat
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> list[torch.Tensor]:
         check_e4m3("add_rms_norm", capabilities_of(x.device))
-        rows, scales, hidden = self.fake(x, residual, weight, eps, format)
-        fp8 = rows_argument(scales, format, x.dtype, next_power_of_2(x.shape[1]))
+        rows, scales, hidden, *beside = results = self.fake(x, residual, weight, eps, format)
+        fp8 = rows_argument(scales, format, x.dtype, next_power_of_2(x.shape[1]), *beside)
         _launch(x, residual, weight, (rows, hidden), eps, fp8)
-        return rows, scales, hidden
+        return results
 
     def fake(self, x, residual, weight, eps, format):
-        return *empty_rows(x, *x.shape, format), torch.empty_like(x, memory_format=torch.contiguous_format)
+        like = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(1 + format.beside))
+        return [*empty_rows(x, *x.shape, format), *like]
 
 
 def _launch(

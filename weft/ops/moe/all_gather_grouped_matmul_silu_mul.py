@@ -216,7 +216,7 @@ def all_gather_grouped_matmul_silu_mul(
         if sends_fp8:
             raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, data, experts, team, max_tokens)
-    of_h = *of_weight, *(fp8 or ("", None)), bias, *(swiglu or (0.0, 0.0))
+    of_h = *of_weight, *(fp8[:2] if fp8 else ("", None)), bias, *(swiglu or (0.0, 0.0))
     # Not of a plan: torch.compile, which traces this function, cannot trace how full the heap is.
     block = block_for(team.size * max_tokens * ids.shape[1], experts.total)
     given = GatherArguments(x, routing, data, *experts, max_tokens, block, sends_fp8, team.name, algorithm, *of_h)

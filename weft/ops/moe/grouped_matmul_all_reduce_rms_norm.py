@@ -14,7 +14,7 @@ bits: each sum is in fp32 in the order of the choices, rounded once, and what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,11 +22,11 @@ import triton.language as tl
 
 from weft.arguments import quoted
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import E4M3, Fp8
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, check_e4m3, fp8_of
 from weft.kernels.pair_sums import PairSum
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, norm_dtype
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
-from weft.ops.local import check_shape, check_sizes, norm_dtypes
+from weft.ops.local import check_rounds, check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.check import check_routing
 from weft.ops.moe.choices import draw_ids, experts_of
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
@@ -83,6 +83,13 @@ class PairsArguments(NamedTuple):
     deferred: bool
     team: str
     algorithm: str
+    kind: str = ""
+    static_scale: torch.Tensor | None = None
+
+    @property
+    def format(self) -> RowFormat | None:
+        """Form of the normed rows in fp8; None: in 16 or 32 bits."""
+        return RowFormat(self.kind, self.static_scale) if self.kind else None
 
 
 class PairsCall(NamedTuple):
@@ -116,8 +123,9 @@ def grouped_matmul_all_reduce_rms_norm(
     gate: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     factored: bool = False,
+    fp8: RowFormat | None = None,
     algorithm: str = "auto",
-) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+) -> tuple[torch.Tensor | Fp8 | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``norm``, hidden), hidden = the experts' sum over all ranks + ``residual``.
 
     That sum is of all choices' results, weighted, of all ranks' shares.
@@ -134,6 +142,7 @@ def grouped_matmul_all_reduce_rms_norm(
     bias       [experts.count, H] of x's dtype, added to the experts' results before they are weighted: of slices one rank has
                it, and 0 the rest. None: there is none
     factored   return a DeferredNorm in place of the normed rows, as all_reduce_rms_norm does
+    fp8        the normed rows, or the DeferredNorm's, are put in fp8 so, as all_reduce_rms_norm does
     algorithm  "auto", "in_norm" (the norm's kernel adds up the pairs) or "sequential" (moe_sum does): the same bits
 
     New contiguous tensors [T, H], bitwise equal on all ranks and from run to run. Collective: all ranks call it, in the same
@@ -162,9 +171,12 @@ def grouped_matmul_all_reduce_rms_norm(
     check_scalar(op, "eps", eps)
     check_factored(op, factored, team)
     check_choice(op, "algorithm", algorithm, GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.algorithms)
+    check_rounds(op, fp8, "residual", residual)
     of_experts = routing, experts.first, shared, gate
-    given = PairsArguments(gemm, *of_experts, residual, norm, eps, factored, team.name, algorithm)
-    normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(given)
+    of_rows = fp8[:2] if fp8 is not None else ("", None)
+    given = PairsArguments(gemm, *of_experts, residual, norm, eps, factored, team.name, algorithm, *of_rows)
+    rows, scales, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(given)
+    normed = rows if fp8 is None else fp8_of(rows, scales, fp8)
     return (DeferredNorm(normed, squares, eps) if factored else normed), hidden
 
 
@@ -228,7 +240,10 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return self.plan(PairsCall(*sizes, given.gemm.dtype, given.algorithm), machine_of(team))
 
     def run(self, design: SumInNorm | SumThenNorm, team: Team, given: PairsArguments) -> tuple[torch.Tensor, ...]:
-        """(normed, hidden), or if ``given.deferred`` (scaled, hidden, squares), of checked arguments."""
+        """(normed, hidden), or if ``given.deferred`` (scaled, hidden, squares), of checked arguments.
+
+        In a ``given.format`` of fp8 rows and their scales in place of normed or scaled.
+        """
         self.check_design(design)
         y = GROUPED_MATMUL.forward(given.gemm)
         first, count, shared, gate = given.first, len(given.gemm.weight), given.shared, given.gate
@@ -240,20 +255,28 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             summand = Shared.of(shared, gate)
             summed = PairSum(y, tl.constexpr(ids.shape[1]), ids, weights, count, 2 * first + 3, *summand[:3])
         by = ALL_REDUCE_RMS_NORM.plan_of(given.residual, team, design.norm)
-        return ALL_REDUCE_RMS_NORM.run(by, team, summed, given.residual, given.norm, given.eps, given.deferred)
+        if given.format is not None:
+            check_e4m3(self.name, team.caps)
+        of_norm = given.residual, given.norm, given.eps, given.deferred, given.format
+        return ALL_REDUCE_RMS_NORM.run(by, team, summed, *of_norm)
 
-    def forward(self, given: PairsArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, given: PairsArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         team = find_team(given.team)
-        normed, hidden, *squares = self.run(self.planned(given, team).design, team, given)
-        return normed, hidden, squares[0] if given.deferred else given.residual.new_empty(0, dtype=torch.float32)
+        return self._with_all(given, self.run(self.planned(given, team).design, team, given))
+
+    def _with_all(self, given: PairsArguments, made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """(rows, scales, hidden, squares) of what ``run`` made, [0] in place of what it did not."""
+        none, rows, *more = given.residual.new_empty(0, dtype=torch.float32), *made
+        scales = none if given.format is None else more.pop(0)
+        return rows, scales, more[0], more[1] if given.deferred else none.clone()
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
     def fake(self, given: PairsArguments) -> tuple[torch.Tensor, ...]:
         by = self.planned(given, find_team(given.team)).design.norm
-        like = ALL_REDUCE_RMS_NORM.like(given.residual, given.team, by, given.deferred)
-        return like if given.deferred else (*like, given.residual.new_empty(0, dtype=torch.float32))
+        like = ALL_REDUCE_RMS_NORM.like(given.residual, given.team, by, given.deferred, given.format)
+        return self._with_all(given, like)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -307,9 +330,15 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         *shared, bias = arguments[7:] if case.field("bias") else (*arguments[7:], None)
         beside, deferred = dict(zip(("shared", "gate"), shared, strict=False)), bool(case.field("deferred"))
         if isinstance(case.design, str):
-            named = {"factored": deferred, "algorithm": case.design}
-            given = *of_experts, residual, norm, CASES_EPS
-            return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, bias=bias, **named)
+            named = {"factored": deferred, "algorithm": case.design, "bias": bias, **beside}
+            given = *of_experts, residual, norm, CASES_EPS, team
+            normed, hidden = grouped_matmul_all_reduce_rms_norm(*given, **named)
+            if format := format_of(case, hidden):
+                rows, hidden = grouped_matmul_all_reduce_rms_norm(*given, **named, fp8=format)
+                if deferred:
+                    return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
+                normed = agreed(normed, rows, format)
+            return normed, hidden
         x, weight, schedule, routing, experts = of_experts
         gemm = GroupedArguments.of(x, weight, schedule, False, bias=bias)
         kept = beside.get("shared"), beside.get("gate")
@@ -350,6 +379,12 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             yield case(2, BF16, 5, 3, 4, 136, 272, bias=True, **fields)
         for design in ("in_norm", "sequential"):
             yield case(2, BF16, 5, 3, 4, 72, 24, design=design, held=2, wide_norm=True, deferred=design == "in_norm")
+        for w, design, deferred, kind in (
+            (2, "in_norm", False, "group"), (2, "sequential", True, "group"), (3, "in_norm", True, "static"),
+            (2, "in_norm", False, "token"),
+        ):  # fmt: skip
+            fields = {"design": design, "deferred": deferred, "fp8_rows": kind, "block_fp8": True}
+            yield case(w, BF16, 5, 3, 2 * w, 400, 272, held=2, **fields)
         yield case(2, BF16, 0, 2, 4, 48, 16, held=2)
         yield case(8, BF16, 2, 8, 8, 40, 16, held=1)
 
@@ -359,7 +394,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
                 for design in ("in_norm", "sequential"):
                     for fp8 in ({}, {"block_fp8": True, "fp8": True}, *([{"channel_fp8": True}] if T == 7 else ())):
                         sizes = T, 8, 128, 2048, 768
-                        yield self.case(w, BF16, *sizes, design=design, held=128 // w, deferred=T == 7, **fp8)
+                        fields = fp8 | ({"fp8_rows": "group"} if fp8 and T != 128 else {})
+                        yield self.case(w, BF16, *sizes, design=design, held=128 // w, deferred=T == 7, **fields)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features

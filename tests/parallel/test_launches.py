@@ -125,6 +125,41 @@ def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
     assert both - prompt == {**expected, "gated_delta_net_step": 1}
 
 
+MIXTURE = dataclasses.replace(
+    WIDE,
+    experts=dataclasses.replace(
+        DecoderConfig.named("qwen3-30b-a3b").experts, num_experts=8, num_experts_per_tok=2, intermediate_size=256
+    ),
+)
+EXPERTS = {"matmul_route_schedule": 1, "grouped_matmul": 2}
+# The router's GEMM of several tokens is in parts.
+OF_A_PROMPT = {"router_parts": 1, "route": 1, "moe_schedule": 1, "grouped_matmul": 2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("quantization", "gemms"), [(None, {"small_m": 1, "cublas": 1}), ("fp8", {"small_m": 2})], ids=["bf16", "fp8"]
+)
+def test_launches_of_experts_in_a_layer(quantization, gemms, world_size, monkeypatch):
+    """Eight of a decode step, in fp8 as in 16 bits: norms write rows in fp8, before experts beside those of the router."""
+    options = {"mode": "replicated", "dtype": torch.bfloat16, "quantization": quantization}
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, MIXTURE, world_size, **options)
+        - launches(monkeypatch, 1, tokens, MIXTURE, world_size, **options)
+        for tokens in (1, 2)
+    )
+    assert prompt == {**NORMS, **gemms, **OF_A_PROMPT, **PROMPTED}
+    assert both - prompt == {**NORMS, **gemms, **EXPERTS, "decode_attention": 1}
+
+
+def test_experts_of_the_same_bits_round_their_rows(monkeypatch):
+    """Their GEMMs in slices take rows of 16 bits."""
+    options = {"mode": "invariant", "dtype": torch.bfloat16, "quantization": "fp8"}
+    sizes = dataclasses.replace(MIXTURE, num_attention_heads=8)  # eight slices of 128 columns
+    found = launches(monkeypatch, 1, 1, sizes, 1, **options)
+    assert found["quantize_rows"] > 0 and found["grouped_matmul"] > 0
+
+
 @pytest.mark.parametrize(("changed", "more"), [("norms after rotary", {"qk_norm_rope": 1}), ("no gate", {})])
 def test_launches_of_norms_after_rotary_and_of_an_mlp_without_a_gate(changed, more, monkeypatch):
     """One more turns q and k; without a gate the same, and torch's operations, which are not counted here."""

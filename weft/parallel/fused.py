@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import Fp8, RowFormat, quantized_rows
+from weft.kernels.fp8 import Fp8, RowFormat, RowsBeside, quantized_rows
 from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
@@ -65,8 +65,8 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None
-) -> tuple[Tensor | Fp8, Tensor]:
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | MoEWeights | None = None
+) -> tuple[Tensor | Fp8 | RowsBeside, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
 
     Without a norm normed is hidden, by torch's addition.
@@ -374,7 +374,7 @@ def choose(routed: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
     return ops.route(logits, bias=w.bias, **w.gating._asdict()), gate
 
 
-def experts(x: Tensor, w: MoEWeights) -> Tensor:
+def experts(x: Tensor | RowsBeside, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: what its experts, or their slices, add to x's rows.
 
     Six launches, four with few rows by the plan of matmul_route_schedule, and two of a shared expert, three with many rows.
@@ -382,13 +382,17 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     return summand_of(expert_rows(x, w))
 
 
-def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
+def expert_rows(x: Tensor | RowsBeside, w: MoEWeights) -> ExpertRows:
     """``experts`` without the last two launches, the second GEMM and the sum."""
+    in_fp8, rows = x if isinstance(x, RowsBeside) else (x, x)
     gating = {"bias": w.bias, "logit_bias": w.logit_bias, **w.gating._asdict()}
-    routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
-    format = rows_between(w.gate_up, w.down, x.dtype)
-    h = ops.grouped_matmul_silu_mul(*grouped_operands(x, w.gate_up), schedule, fp8=format, **w.of_first)
-    shared = None if w.shared is None else ops.matmul(*gemm_operands(_shared_gated(x, w.shared), w.shared.down))
+    routing, schedule, gate = ops.matmul_route_schedule(rows, w.router, w.experts, tickets=w.tickets, **gating)
+    format = rows_between(w.gate_up, w.down, rows.dtype)
+    h = ops.grouped_matmul_silu_mul(*grouped_operands(in_fp8, w.gate_up), schedule, fp8=format, **w.of_first)
+    shared = None
+    if w.shared is not None:
+        given = in_fp8 if _takes_rows_of(w.gate_up, w.shared.gate_up, rows.dtype) else rows
+        shared = ops.matmul(*gemm_operands(_shared_gated(given, w.shared), w.shared.down))
     return ExpertRows(h, w.down, schedule, routing, w.experts, shared, gate, w.down_bias)
 
 
@@ -398,9 +402,17 @@ def summand_of(x: ExpertRows) -> Tensor:
     return ops.moe_sum(y, x.routing, x.experts, shared=x.shared, gate=x.gate)
 
 
-def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
+def _takes_rows_of(experts: Matrix, shared: Matrix, dtype: torch.dtype) -> bool:
+    """True if the shared expert takes rows in fp8 as the experts do; a static scale is each one's own."""
+    if not isinstance(experts, Fp8) or experts.input_scale is not None:
+        return False
+    return rows_for(shared, dtype) == experts.row_format
+
+
+def _shared_gated(x: Tensor | Fp8, w: MLPWeights) -> Tensor:
     """``gated``, by operations that have a backward if gradients are asked for."""
-    if torch.is_grad_enabled() and (x.requires_grad or getattr(w.gate_up, "requires_grad", False)):
+    wanted = any(getattr(one, "requires_grad", False) for one in (x, w.gate_up))
+    if torch.is_grad_enabled() and wanted:
         return plain_activated(ops.matmul(x, w.gate_up), w)
     return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up), activation=w.activation)
 

@@ -17,7 +17,7 @@ from weft.ops.collectives.tree import WORLD_SIZES
 from weft.parallel import invariant_local
 from weft.parallel.replicated import Cache, Replicated
 from weft.parallel.step import Step
-from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights, VocabWeights
+from weft.parallel.tensors import AttentionWeights, LayerWeights, Matrix, MLPWeights, MoEWeights, VocabWeights
 from weft.runtime.team.team import Team
 
 
@@ -44,6 +44,9 @@ class Invariant(Replicated):
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         return ops.matmul_all_reduce(self.local.gated(x, w), w.down, self.team, invariant=True)
+
+    def before_mlp(self, w: LayerWeights) -> Matrix | None:
+        return w.first_matrix  # experts' GEMMs in slices round their rows
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
         nodes, gate = self.local.experts(x, w, self.team)

@@ -63,12 +63,12 @@ class Recipe:
         return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
 
     def add_norm(
-        self, x: Hidden, residual: Hidden, norm: NormWeights | None, weight: Matrix | None = None
+        self, x: Hidden, residual: Hidden, norm: NormWeights | None, weight: Matrix | MoEWeights | None = None
     ) -> tuple[Hidden, Hidden]:
         """(normed, hidden): hidden = x + residual, normed in the form that the GEMM of ``weight`` takes."""
         return self.local.add_norm(x, residual, norm, weight)
 
-    def before_mlp(self, w: LayerWeights) -> Matrix | None:
+    def before_mlp(self, w: LayerWeights) -> Matrix | MoEWeights | None:
         """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""
         return w.first_matrix
 

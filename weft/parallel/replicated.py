@@ -16,7 +16,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import Fp8, RowsBeside
 from weft.ops.gemm.small_m_rule import is_small
 from weft.parallel import fused
 from weft.parallel.plain import UNGATED, norm_all_heads
@@ -74,7 +74,7 @@ class FusedNorm(Recipe):
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
         x = self.summand(x, w.attention_out_norm, w, residual)
-        normed, residual = self.before_mlp(w.mlp, step.tokens).add_norm(x, residual, w.post_norm, w.first_matrix)
+        normed, residual = self.before_mlp(w.mlp, step.tokens).add_norm(x, residual, w.post_norm, w.before_mlp)
         if isinstance(w.mlp, MoEWeights):
             if w.mlp_out_norm is not None:
                 return self.summand(self.moe(normed, w.mlp), w.mlp_out_norm, w, residual), residual
@@ -101,7 +101,7 @@ class FusedNorm(Recipe):
         gated = fused.gated(x, w)
         return PartialSum(fused.matmul_split(gated, w.down))
 
-    def moe(self, x: Tensor, w: MoEWeights) -> PartialSum:
+    def moe(self, x: Tensor | RowsBeside, w: MoEWeights) -> PartialSum:
         return PartialSum(fused.experts(x, w))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
@@ -149,8 +149,12 @@ class FusedNorm(Recipe):
         return self if is_small(rows) else self.without_deferred_scale()
 
     def add_norm(
-        self, x: PartialSum | Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None
-    ) -> tuple[Tensor | Fp8 | DeferredNorm, Tensor]:
+        self,
+        x: PartialSum | Tensor,
+        residual: Tensor | None,
+        norm: NormWeights | None,
+        weight: Matrix | MoEWeights | None = None,
+    ) -> tuple[Tensor | Fp8 | RowsBeside | DeferredNorm, Tensor]:
         """``all_reduce_norm``, also of rows that are whole, and without a norm."""
         if not isinstance(x, PartialSum):
             return fused.add_norm(x, residual, norm, weight)
@@ -159,11 +163,11 @@ class FusedNorm(Recipe):
         return self.all_reduce_norm(x, residual, norm, weight)
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
-    ) -> tuple[Tensor | Fp8 | DeferredNorm, Tensor]:
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: Matrix | MoEWeights | None = None
+    ) -> tuple[Tensor | Fp8 | RowsBeside | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual.
 
-        weight  of the GEMM that takes the normed rows, in the form that it asks for; None, and after experts: of 16 bits
+        weight  of the GEMM that takes the normed rows, in the form that it asks for; None: of 16 bits
         """
         if isinstance(x.summand, ExpertRows) and isinstance(x.summand.down, FourBit):
             # grouped_matmul, moe_sum, then all_reduce_rms_norm
@@ -181,7 +185,8 @@ class FusedNorm(Recipe):
                 norm.weight,
                 norm.eps,
             )
-            return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
+            beside |= {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
+            return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside)
         summand = tensor_of(x)
         if residual is None:  # of an embedding, before the first layer
             residual = torch.zeros_like(summand)
@@ -214,7 +219,10 @@ class Replicated(Recipe):
         gated = self.local.gated(x, w)
         return ops.matmul_all_reduce(*overlapped_operands(gated, w.down), self.team)
 
-    def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
+    def before_mlp(self, w: LayerWeights) -> Matrix | MoEWeights | None:
+        return w.before_mlp
+
+    def moe(self, x: Tensor | RowsBeside, w: MoEWeights) -> Tensor:
         summand = self.local.experts(x, w)
         return ops.all_reduce(summand, self.team)
 

@@ -352,6 +352,11 @@ class LayerWeights(NamedTuple):
         """Weight of the only GEMM that takes the rows after ``post_norm``; None: not the only one."""
         return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) and self.mlp.gate_up_lora is None else None
 
+    @property
+    def before_mlp(self) -> Matrix | MoEWeights | None:
+        """Weights that the rows after ``post_norm`` are for: ``first_matrix``, or experts with their router."""
+        return self.mlp if isinstance(self.mlp, MoEWeights) else self.first_matrix
+
 
 class VocabWeights(NamedTuple):
     """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on.

@@ -156,6 +156,18 @@ def test_a_full_heap_leaves_the_call_to_torch(simulate_mesh, caplog):  # noqa: F
     assert "bytes wanted of a symmetric heap" in caplog.text
 
 
+def test_a_group_whose_team_was_closed_gets_another(simulate_mesh):  # noqa: F811
+    def main(mesh, team):
+        assert install(mesh)
+        team.close()
+        name, A, B = mesh.get_group().group_name, randn(4, 16, seed=team.rank), randn(16, 8)
+        out = torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
+        torch.testing.assert_close(out, symm_mem._fused_matmul_reduce_scatter_fallback(A, B, "sum", 0, name))
+        return Fallback.of(mesh).team is not team
+
+    assert simulate_mesh(main, sms=4) == [True, True]
+
+
 def test_groups_over_nodes_and_uninstalled_ones_are_torch_s(simulate_mesh, caplog):  # noqa: F811
     def main(mesh, team):
         assert install(mesh) is (team.rail is None)

@@ -29,7 +29,7 @@ from weft.runtime.team.team import Team
 
 # The kernels of symm_mem's ops, held while they are installed, and the groups that they serve.
 _KERNELS: list[torch.library.Library] = []
-_SERVED: dict[ProcessGroup, Fallback] = {}
+_SERVED: dict[ProcessGroup, Fallback | None] = {}
 
 
 def install(group: ProcessGroup | DeviceMesh | None = None, *, heap_bytes: int | None = None) -> bool:
@@ -130,7 +130,7 @@ def _fallback_of(group_name: str) -> Fallback | None:
     group = c10d._resolve_process_group(group_name)
     fallback = _SERVED.get(group)
     if fallback is not None and fallback.team.is_closed:
-        return Fallback.of(group)
+        fallback = _SERVED[group] = Fallback.of(group)
     return fallback
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import weft
-from benchmarks.doors.timing import write
+from benchmarks.doors.timing import counted_since, counts_of, write
 
 STEPS, WARM_UP, LIMIT = 20, 6, 0.005
 ABSENT = ("datasets", "torchdata", "wandb", "tensorboard", "torch.utils.tensorboard", "torch_checkpointing")
@@ -151,19 +151,22 @@ WAYS = ("default", "default", False), ("dist_gemm", "dist_gemm", False), ("weft"
 
 
 def trained(team: Any, sizes: tuple[str, int, int], backend: str, on_weft: bool, steps: int) -> dict[str, Any]:
-    """Losses, and tokens a second of the slowest rank."""
+    """Losses, tokens a second of the slowest rank, and on weft what became of its eager calls in all steps."""
     from weft.integrations import torch as door
 
     titan = Titan(*sizes, backend, team.device, team.size)
+    of_group, before = team, dict[str, int]()
     if on_weft:
-        assert door.install(titan.dims.get_dense_tp_mesh()), (
-            "weft does not serve the group of torchtitan's tensor parallelism"
-        )
+        mesh = titan.dims.get_dense_tp_mesh()
+        assert door.install(mesh), "weft does not serve the group of torchtitan's tensor parallelism"
+        of_group = weft.Team.of(mesh)
+        before = counts_of(of_group)
     try:
         losses, rate = run(titan, team.synchronize, steps)
     finally:
         door.uninstall()
-    return {"losses": losses, "tokens_per_second": min(team.exchange(rate))}
+    counts = counted_since(of_group, before) if on_weft else {}
+    return {"losses": losses, "tokens_per_second": min(team.exchange(rate)), **counts}
 
 
 def measure(team: Any, sizes: tuple[str, int, int], steps: int, file: Path | None) -> list[dict[str, Any]]:

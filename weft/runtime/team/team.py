@@ -54,6 +54,7 @@ class Team(TakenByView):
     rank, size    number of this rank, and number of ranks
     device        device of its tensors (``cpu`` in the simulator)
     is_simulated  True for virtual ranks
+    is_closed     True after ``close``
     group         its ``torch.distributed`` group; None in the simulator
     caps          capabilities of the device and its links (``weft.runtime.capabilities.Capabilities``)
     name          key for ``find_team(name)``

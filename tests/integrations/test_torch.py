@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -192,6 +193,27 @@ def test_uninstall_gives_the_kernel_before_back(recwarn):
     finally:
         earlier._destroy()
     assert not list(recwarn)
+
+
+@pytest.mark.sweep
+def test_async_tp_of_torch_compile_runs_on_weft(simulate_mesh, monkeypatch):  # noqa: F811
+    """Forward and backward of torch's own styles, whose collectives and GEMMs the compiler fuses into torch's ops."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(symm_mem, "is_symm_mem_enabled_for_group", lambda group_name: True)
+
+    def main(mesh, team):
+        assert install(mesh)
+        model = parallelize_module(Block(False), mesh, plan_of(ColwiseParallel, RowwiseParallel, 0))
+        x, results = local(randn(4, 16), team, 0), []
+        with inductor.patch(_micro_pipeline_tp=True, force_disable_caches=True):  # of this thread
+            for run in (model, torch.compile(model)):
+                out = run(x)
+                results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
+        for eager, compiled in zip(*results, strict=True):
+            torch.testing.assert_close(whole(compiled), whole(eager))
+        assert decided(mesh) == {("all_gather_matmul", True), ("matmul_reduce_scatter", True)}
+
+    simulate_mesh(main, sms=4)
 
 
 # --- styles ----------------------------------------------------------------------------------------------------------

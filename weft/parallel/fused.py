@@ -44,6 +44,7 @@ from weft.parallel.tensors import (
     MLAWeights,
     MLPWeights,
     MoEWeights,
+    NextWeights,
     NormWeights,
     SplitK,
     VocabWeights,
@@ -65,7 +66,7 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | MoEWeights | None = None
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: NextWeights = None
 ) -> tuple[Tensor | Fp8 | RowsBeside, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
 
@@ -90,13 +91,14 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | 
 
 
 def project(
-    x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step
+    x: Tensor | Fp8 | RowsBeside | DeferredNorm, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step
 ) -> Tensor | SplitK | DeferredNorm | DeltaColumns:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    rows = x.scaled if isinstance(x, DeferredNorm) else x
+    x, beside = x if isinstance(x, RowsBeside) else (x, x)
+    rows = beside.scaled if isinstance(beside, DeferredNorm) else beside
     if not projects_whole(w, step, rows.dtype):
         return matmul_split(x, w.qkv)
-    return with_rates(ops.matmul(*gemm_operands(x, w.qkv)), w, lambda rates: ops.matmul(x, rates))
+    return with_rates(ops.matmul(*gemm_operands(x, w.qkv)), w, lambda rates: ops.matmul(beside, rates))
 
 
 def projects_whole(w: AttentionWeights | MLAWeights | DeltaWeights, step: Step, dtype: torch.dtype) -> bool:

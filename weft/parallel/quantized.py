@@ -25,7 +25,7 @@ from weft.ops.local import capabilities_of
 from weft.ops.registration import HALVES
 from weft.parallel.four_bit import FourBitFormat
 from weft.parallel.sharding import Shard, WholeTensor
-from weft.parallel.tensors import Matrix, MoEWeights
+from weft.parallel.tensors import DeltaWeights, Matrix, MoEWeights
 from weft.runtime.arithmetic import cdiv
 
 BLOCK = COLUMNS.value
@@ -305,14 +305,15 @@ def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat
     return None if format.kind == "token" else format
 
 
-def rows_for(w: Matrix | MoEWeights | None, dtype: torch.dtype) -> RowFormat | None:
+def rows_for(w: Matrix | MoEWeights | DeltaWeights | None, dtype: torch.dtype) -> RowFormat | None:
     """Format in which the kernel before a GEMM of ``w`` writes its rows; None: in ``dtype``.
 
-    Of fp16 rows too, since the GEMM of fp8 rows returns bf16, and for weights that ``gemm_operands`` widens. Before experts the
-    kernel writes rows in ``dtype`` too, for the router.
+    Of fp16 rows too, since the GEMM of fp8 rows returns bf16, and for weights that ``gemm_operands`` widens. Before experts and
+    a delta net the kernel writes rows in ``dtype`` too, for the router and for ``rates``.
     """
-    if isinstance(w, MoEWeights):
-        format = rows_for(w.gate_up, dtype) if w.gate_up.shape[-1] % 16 == 0 else None
+    if isinstance(w, (MoEWeights, DeltaWeights)):
+        matrix = w.qkv if isinstance(w, DeltaWeights) else w.gate_up
+        format = rows_for(matrix, dtype) if matrix.shape[-1] % 16 == 0 else None
         return None if format is None else format._replace(beside=True)
     if not isinstance(w, Fp8) or dtype != torch.bfloat16 or (w.is_grouped and columns_of(w) < LEAST_COLUMNS):
         return None

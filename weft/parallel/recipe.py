@@ -11,9 +11,9 @@ from torch import Tensor
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
-    Matrix,
     MLPWeights,
     MoEWeights,
+    NextWeights,
     NormWeights,
     SequenceShard,
     VocabWeights,
@@ -55,7 +55,7 @@ class Recipe:
 
         inputs  gets the hidden states that enter the layer, rows as ``whole_rows`` takes them; None: they are not asked for
         """
-        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention_matrix)
+        normed, residual = self.add_norm(x, residual, w.input_norm, self.before_attention(w))
         if inputs is not None:
             inputs.append(residual)
         x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
@@ -63,12 +63,16 @@ class Recipe:
         return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
 
     def add_norm(
-        self, x: Hidden, residual: Hidden, norm: NormWeights | None, weight: Matrix | MoEWeights | None = None
+        self, x: Hidden, residual: Hidden, norm: NormWeights | None, weight: NextWeights = None
     ) -> tuple[Hidden, Hidden]:
         """(normed, hidden): hidden = x + residual, normed in the form that the GEMM of ``weight`` takes."""
         return self.local.add_norm(x, residual, norm, weight)
 
-    def before_mlp(self, w: LayerWeights) -> Matrix | MoEWeights | None:
+    def before_attention(self, w: LayerWeights) -> NextWeights:
+        """Weight that decides the form of the rows before attention, as of ``add_norm``."""
+        return w.attention_matrix
+
+    def before_mlp(self, w: LayerWeights) -> NextWeights:
         """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""
         return w.first_matrix
 

@@ -26,9 +26,9 @@ from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
     LayerWeights,
-    Matrix,
     MLPWeights,
     MoEWeights,
+    NextWeights,
     NormWeights,
     PartialSum,
     VocabWeights,
@@ -69,7 +69,8 @@ class FusedNorm(Recipe):
         dtype = tensor_of(x).dtype if residual is None else residual.dtype
         whole = fused.projects_whole(w.attention, step, dtype)
         before_attention = self.before_whole_gemm(step.tokens) if whole else self
-        normed, residual = before_attention.add_norm(x, residual, w.input_norm, w.attention_matrix)
+        given_to = w.attention_matrix if before_attention.deferred_scale else w.before_attention
+        normed, residual = before_attention.add_norm(x, residual, w.input_norm, given_to)
         if inputs is not None:
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
@@ -91,7 +92,9 @@ class FusedNorm(Recipe):
             return x
         return self.without_deferred_scale().all_reduce_norm(x, torch.zeros_like(residual), norm)[0]
 
-    def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
+    def attention(
+        self, x: Tensor | RowsBeside | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache
+    ) -> PartialSum:
         qkv = fused.project(x, w, step)
         qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         attended = fused.attend(qkv, w, step, cache)
@@ -153,7 +156,7 @@ class FusedNorm(Recipe):
         x: PartialSum | Tensor,
         residual: Tensor | None,
         norm: NormWeights | None,
-        weight: Matrix | MoEWeights | None = None,
+        weight: NextWeights = None,
     ) -> tuple[Tensor | Fp8 | RowsBeside | DeferredNorm, Tensor]:
         """``all_reduce_norm``, also of rows that are whole, and without a norm."""
         if not isinstance(x, PartialSum):
@@ -163,7 +166,7 @@ class FusedNorm(Recipe):
         return self.all_reduce_norm(x, residual, norm, weight)
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: Matrix | MoEWeights | None = None
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: NextWeights = None
     ) -> tuple[Tensor | Fp8 | RowsBeside | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual.
 
@@ -219,7 +222,10 @@ class Replicated(Recipe):
         gated = self.local.gated(x, w)
         return ops.matmul_all_reduce(*overlapped_operands(gated, w.down), self.team)
 
-    def before_mlp(self, w: LayerWeights) -> Matrix | MoEWeights | None:
+    def before_attention(self, w: LayerWeights) -> NextWeights:
+        return w.before_attention
+
+    def before_mlp(self, w: LayerWeights) -> NextWeights:
         return w.before_mlp
 
     def moe(self, x: Tensor | RowsBeside, w: MoEWeights) -> Tensor:

@@ -320,6 +320,10 @@ class MoEWeights(NamedTuple):
         return logits, scores[:, E] if scores.shape[1] > E else None
 
 
+NextWeights = Matrix | MoEWeights | DeltaWeights | None
+"""Weights that the rows of a norm are for: experts have a router beside, a delta net ``rates``. None: rows of 16 bits."""
+
+
 class LayerWeights(NamedTuple):
     """One rank's share of a decoder layer.
 
@@ -348,12 +352,19 @@ class LayerWeights(NamedTuple):
         return attention.qkv if beside is None else None
 
     @property
+    def before_attention(self) -> NextWeights:
+        """Weights that the rows after ``input_norm`` are for: ``attention_matrix``, or a delta net's with ``rates``."""
+        attention = self.attention
+        beside = isinstance(attention, DeltaWeights) and attention.rates is not None
+        return attention if beside else self.attention_matrix
+
+    @property
     def first_matrix(self) -> Matrix | None:
         """Weight of the only GEMM that takes the rows after ``post_norm``; None: not the only one."""
         return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) and self.mlp.gate_up_lora is None else None
 
     @property
-    def before_mlp(self) -> Matrix | MoEWeights | None:
+    def before_mlp(self) -> NextWeights:
         """Weights that the rows after ``post_norm`` are for: ``first_matrix``, or experts with their router."""
         return self.mlp if isinstance(self.mlp, MoEWeights) else self.first_matrix
 

@@ -57,6 +57,9 @@ LANES, PIECE = tl.constexpr(8), tl.constexpr(16)
 # Layouts give dimensions to lanes, then to warps, then to registers: the last one, then of equal ones in Triton 3.6 the first,
 # the second and the third, from 3.7 on the third, the second and the first. The second one should be the warps'.
 LANES_FIRST = tl.constexpr(triton.__version__.startswith("3.6."))
+# Sequences up to which the kernel writes fp8 itself. A step of Qwen3.6-27B on two H200s took 9.1 ms with a kernel more for 32
+# sequences and 8.5 without it, but 15.2 and 16.3 for 128 (benchmarks/lab/h200-x2-fp8-delta-steps.json).
+MOST_IN_FP8 = 64
 # Most programs of a launch along its second dimension.
 MOST_SEQUENCES = 65535
 CASES_EPS = 1e-6
@@ -283,7 +286,8 @@ def gated_delta_net_step(
     kept    the sequences' states, read and written in place: after the first new token of a sequence, with the inputs of all
     tokens  which rows and slots are whose, and how many tokens each state has yet to take
     fp8     rows of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of the weight that
-            follows. By a kernel more with a scale for each token, and with scales of groups unless V is 128
+            follows. By a kernel more with a scale for each token, with scales of groups unless V is 128, and for more than
+            64 sequences
 
     Returns [T, value heads * V] of qkv's dtype. qkv, z, a and b may be columns of a wider tensor. Tokens that turn out wrong
     are not counted in ``pending`` the next time, and the next tokens are kept in their place.
@@ -473,8 +477,7 @@ class GatedDeltaNetStep(Op):
         """``gated_delta_net_step`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
         qkv, z, gates, conv, norm, eps, kept, tokens = given
         sizes, fp8 = sizes_of(qkv, kept.state), None
-        by_groups = format is not None and format.kind == "group"
-        if (by_groups and COLUMNS.value != sizes.V) or (format is not None and format.kind == "token"):
+        if format is not None and not writes_heads(format, sizes.V, len(tokens.slots)):
             return quantized_parts(self.run(given), format, capabilities_of(qkv.device))
         if format is None:
             out = scales = self.fake(given)
@@ -497,6 +500,12 @@ class GatedDeltaNetStep(Op):
 
     def fake(self, given):
         return given.z.new_empty(given.z.shape)
+
+
+def writes_heads(format: RowFormat, V: int, sequences: int) -> bool:
+    """True if the kernel writes rows in fp8: its programs see what shares a scale, and there are few of them."""
+    of_head = format.kind == "static" or (format.kind == "group" and COLUMNS.value == V)
+    return of_head and sequences <= MOST_IN_FP8
 
 
 class GatedDeltaNetStepFp8(Op):

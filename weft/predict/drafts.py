@@ -24,6 +24,8 @@ from weft.predict.steps import Layout, step_time
 CONTEXTS = (512, 4608)
 # Launches of a step that only rows have whose token is chosen.
 CHOOSING = ("last norm", "head", "choice", "choice over ranks")
+# Launch of a step that verifies drafts, which no pass of what drafts has.
+VERIFYING = "drafts and acceptance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ def seconds(
 
     def of_layers(queries: int) -> float:
         parts = step_time(drafting.config, (batch, context, 1, queries), layout, gpu).parts
-        layers = sum(part.seconds for part in parts if part.launch.what not in CHOOSING)
+        layers = sum(part.seconds for part in parts if part.launch.what not in (*CHOOSING, VERIFYING))
         return layers + of_matrix(drafting.joining, batch * queries)
 
     parts = step_time(drafting.config, (batch, context, 1, 1), layout, gpu).parts

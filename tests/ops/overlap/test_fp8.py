@@ -14,7 +14,14 @@ from weft.kernels.fp8 import E4M3, Fp8, by_torch, quantized_rows, quantized_weig
 from weft.ops.case import BF16, Case
 from weft.ops.gemm.gemm_op import fp8_scheme, rotated
 from weft.ops.op import find_op
-from weft.ops.overlap import all_gather_matmul, gathered, matmul_all_reduce
+from weft.ops.overlap import (
+    all_gather_matmul,
+    gathered,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    operands,
+    pipelined,
+)
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
 from weft.plan.memo import forget
 from weft.plan.planned import machine
@@ -266,3 +273,25 @@ def test_a_planted_mistake_is_caught(name, tmp_path, monkeypatch):
         weft.simulate(run_cases, 2, seed=1, slow={1: 20.0}, args=([case], 3))
         report = weft.check.check(lambda team: run_cases(team, [case], 2), 2, schedules=8)
         assert report.ok, report
+
+
+OF_PIECES = {
+    "scales of the first rows for every piece": ("else a.scales[at]", "else a.scales[: at.stop - at.start]"),
+    "a piece's scales one row off": ("else a.scales[at]", "else a.scales.roll(1, 0)[at]"),
+    "scales of the pieces swapped": ("else a.scales[at]", "else a.scales.flip(0)[at]"),
+}
+
+
+@pytest.mark.parametrize("name", [None, *OF_PIECES])
+@pytest.mark.parametrize("op", OPS[1:], ids=lambda op: op.name)
+def test_a_mistake_in_the_scales_of_a_piece_is_caught(op, name, tmp_path, monkeypatch):
+    """Of GEMM-RS and GEMM-AR, whose pieces are multiplied while earlier sums travel."""
+    mutant = mutated(operands, *OF_PIECES.get(name, ("else a.scales[at]",) * 2), f"pieces_{len(name or '')}", tmp_path)
+    for module in (pipelined, matmul_reduce_scatter, matmul_all_reduce):
+        monkeypatch.setattr(module, "rows_at", mutant.rows_at)
+    design = op.designs["pipelined"](chunks=2)
+    case = Case(
+        op=op.name, world_size=2, dtype=BF16, sizes=(2 * 8, 24, 272), design=design, fields=(("block_fp8", True),)
+    )
+    with pytest.raises(AssertionError) if name else nullcontext():
+        weft.simulate(run_cases, 2, args=([case], 1))

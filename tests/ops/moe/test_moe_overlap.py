@@ -277,7 +277,7 @@ SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8)
             {"gate_up": EXPERTS_FP8, "dtype": torch.float8_e4m3fn, **HALF},
         ),
         (
-            "fp8=RowFormat(kind='group', static_scale=None) is for fp8 weights and rows",
+            "fp8=RowFormat(kind='group', static_scale=None, beside=False) is for fp8 weights and rows",
             {"fp8": fp8.RowFormat("group")},
         ),
     ],

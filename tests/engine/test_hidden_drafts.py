@@ -184,6 +184,24 @@ def test_an_mtp_head_drafts_by_a_copy_of_the_head_in_fp8(target, tmp_path, world
         assert world_size > 1 or by_model != [of for _, _, of in noted], "some drafts are others"
 
 
+@pytest.mark.parametrize(("quantization", "scheme"), [(None, None), ("fp8", "block"), ("fp8_per_channel", "channel")])
+def test_an_mtp_layer_is_quantized_as_it_is_read(target, tmp_path, quantization, scheme):
+    tensors = save_mtp(tmp_path / "model", target, LAYOUTS[0])
+
+    def main(team):
+        options = {"mode": "reference", "page_size": 16, "quantization": quantization}
+        engines = [Engine(tmp_path / "model", team, speculative=one, **options) for one in (None, MTP)]
+        answers = [[one.token_ids for one in engine.generate([[5, 9, 200]] * 2, max_tokens=9)] for engine in engines]
+        return answers, engines[1].batch.runner.verifying.drafter.head.body.layers[0].mlp.weights.down
+
+    for (plain, drafting), down in weft.simulate(main, 1):
+        wanted = tensors["mtp_block.mlp.down_proj.weight"]
+        if scheme is not None:
+            assert down.data.dtype == torch.float8_e4m3fn
+            wanted, down = dequantized(*quantized(wanted, scheme), scheme).float(), down.dequantized(torch.float32)
+        assert plain == drafting and torch.equal(down, wanted)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_random_mtp_layer_has_the_format_of_the_models_layers(quantization):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}

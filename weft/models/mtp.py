@@ -21,6 +21,7 @@ from weft.models.decoder import Decoder
 from weft.models.dummy import fill_dummy
 from weft.models.heads import body_beside, norm_beside
 from weft.models.mtp_layouts import LAYOUTS, Layout, layout_in
+from weft.models.quantization import MADE, Quantization
 from weft.models.stacked_experts import as_stored
 from weft.parallel.linear import empty_parameter
 from weft.parallel.quantized import in_blocks
@@ -91,7 +92,9 @@ class Mtp(nn.Module):
             raise ValueError(f"{checkpoint.directory} has no MTP head: no {wanted}; leave out method='mtp'")
         layer = layout.named("layer", model.config.num_hidden_layers)
         names = checkpoint.unused(())
-        quantized = any(name.startswith(f"{layer}.") and name.endswith(QUANTIZED) for name in names)
+        made = model.config.quantization
+        quantized = made is not None and made.method in MADE and made == Quantization.made(made.method)
+        quantized |= any(name.startswith(f"{layer}.") and name.endswith(QUANTIZED) for name in names)
         last = model.config.num_hidden_layers - 1
         if f"{layer}.mlp.gate_proj.weight" in names and model.config.experts and model.config.experts.in_layer(last):
             raise ValueError(

@@ -24,8 +24,8 @@ from weft.predict.steps import Layout, step_time
 CONTEXTS = (512, 4608)
 # Launches of a step that only rows have whose token is chosen.
 CHOOSING = ("last norm", "head", "choice", "choice over ranks")
-# Launch of a step that verifies drafts, which no pass of what drafts has.
-VERIFYING = "drafts and acceptance"
+# Launch of a step that verifies: of its drafting, not of a pass of what drafts.
+ACCEPTING = "drafts and acceptance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ def seconds(
 ) -> float:
     """Predicted time of a step of `size`: sequences, drafts, tokens of a sequence."""
     batch, drafts, context = size
-    verified = step_time(config, (batch, context, 1, drafts + 1), layout, gpu).seconds
+    # Without drafts a step takes as long as a decode step (benchmarks/lab/h200-x2-speculation.json).
+    verified = step_time(config, (batch, context, 1, drafts + 1)[: 4 if drafts else 3], layout, gpu).seconds
     if drafting is None:
         return verified
 
@@ -99,7 +100,7 @@ def seconds(
 
     def of_layers(queries: int) -> float:
         parts = step_time(drafting.config, (batch, context, 1, queries), layout, gpu).parts
-        layers = sum(part.seconds for part in parts if part.launch.what not in (*CHOOSING, VERIFYING))
+        layers = sum(part.seconds for part in parts if part.launch.what not in (*CHOOSING, ACCEPTING))
         return layers + of_matrix(drafting.joining, batch * queries)
 
     parts = step_time(drafting.config, (batch, context, 1, 1), layout, gpu).parts

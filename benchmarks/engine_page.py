@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LAB = Path(__file__).parent / "lab"
-FOLDERS = ("h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x4-vllm-0.26")
+FOLDERS = ("h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer", "h200-x4-vllm-0.26")
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
 HEAD = """# weft beside vLLM
 
@@ -24,7 +24,7 @@ of random tokens, greedy answers of 65 tokens, no prefix caching. *First* is the
 the further time divided by the further tokens, *tokens/s* the new tokens of all sequences over the whole time. Ratios are
 the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
 `python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [one](../benchmarks/lab/FOLDER0),
-[two](../benchmarks/lab/FOLDER1) and [four GPUs](../benchmarks/lab/FOLDER2).
+[two](../benchmarks/lab/FOLDER1) ([with FlashInfer](../benchmarks/lab/FOLDER2)) and [four GPUs](../benchmarks/lab/FOLDER3).
 
 vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, its tuned tables of experts, and kernels that it
 chooses itself. It captures graphs of exactly the measured batches. Its KV cache has a fixed size, because several engines start
@@ -75,12 +75,15 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     """A table, with what was special of its runs."""
     model, form, drafts = key_of(ours)
     speculation = f", {drafts} drafts of its MTP head, {ours['acceptance']} tokens a step" if drafts else ""
+    machine = f"{ours['world_size']} x {ours['device']}"
+    beside = ", vLLM with FlashInfer" if any(other.get("flashinfer") for other in others) else ""
     if ours.get("draft_head") == "fp8":
         speculation += ", weft's drafts by the head in fp8"
     if ours.get("adaptive"):
         speculation += ", of weft as many as pay"
     lines = [
-        f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {ours['world_size']} x {ours['device']}", "",
+        f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {machine}{beside}",
+        "",
         "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + "".join(
             f"{OTHERS[other['engine']]} {other['version']}: first, ms | a token, ms | tokens/s "
             "| first, ratio | a token, ratio |"

@@ -105,9 +105,8 @@ def designs(call: DecodingCall) -> Iterator[tuple[str, SplitKV]]:
 
 
 def measured(form: str, batch: int, length: int, end: float) -> Iterator[dict[str, Any]]:
-    layers, tile_of = Layers(batch, length), decoding.tile_of
-    turned = FORMS[form]
-    with mock.patch.object(decoding, "tile_of", lambda design, **sizes: tile_of(design, **{**sizes, "turned": turned})):
+    layers = Layers(batch, length)
+    with mock.patch.object(decoding, "is_turned", return_value=FORMS[form]):
         for name, design in designs(DecodingCall(batch * HEADS, length, D, BF16)):
             if time.monotonic() > end:
                 return

@@ -20,7 +20,11 @@ PROMPTS, TOKENS = (1, 8, 32, 128), 128
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 BEGIN, END = "<!-- engines -->\n", "<!-- end of engines -->\n"
 # Of the runs in a folder, whose files do not have it.
-DATES = {"h200-x2-engines": "2026-11-26", "h200-x2-vllm-0.26": "2026-11-28"}
+DATES = {
+    "h200-x2-engines": "2026-11-26",
+    "h200-x2-vllm-0.26": "2026-11-28",
+    "h200-x2-vllm-0.26-flashinfer": "2026-11-28",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,26 @@ def test_the_first_graphs_serve_small_batches_and_short_prompts():
     batches = 16, 8, 1
     sizes = [(size, kind) for size in (*shapes, *of_new, *batches) for kind in WARM_KINDS]
     # The second kind serves greedy requests too.
-    assert first_of(sizes) == [(size, WARM_KINDS[1]) for size in (Shape(256, 64), Shape.of_new(1, 64), 8, 1)]
+    assert first_of(sizes) == [(size, WARM_KINDS[1]) for size in (Shape(256, 64), Shape.of_new(1, 64), 8)]
+    assert first_of([(size, WARM_KINDS[1]) for size in (4, 2, 1)]) == [(4, WARM_KINDS[1])]
+
+
+def test_small_batches_run_in_the_first_graph_until_they_have_theirs(graphs_as_passes):
+    def main(team):
+        runner = weft.Engine(None, team, mode="reference", max_batch=12, page_size=16).batch.runner
+        runner.cuda_graph = True
+        before = [runner.bucket(batch) for batch in (1, 2, 3, 8, 9)]
+        runner.warm_up(late=True)
+        taken = []
+        while runner.captures_left:
+            taken.append([runner.bucket(batch) for batch in (1, 2, 3, 8, 9)])
+            runner.capture_next()
+        return before, taken, [runner.bucket(batch) for batch in (1, 2, 3, 8, 9)]
+
+    [(before, taken, after)] = weft.simulate(main, 1)
+    assert before == after == [1, 2, 4, 8, 12]
+    assert taken[0] == [8, 8, 8, 8, 12] and [1, 8, 8, 8, 12] in taken and [1, 2, 8, 8, 12] in taken
+    assert taken == sorted(taken, reverse=True)
 
 
 class CapturingEngine(CountedEngine):

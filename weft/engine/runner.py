@@ -76,6 +76,7 @@ class Runner:
         slots = Slots(self.max_batch, -(-max_seq_len // self.entry_tokens), self.team.device)
         self.decoding = DecodeGraph(self.pipeline, slots, config.page_size)
         self.buckets, self.largest_decode = decode_buckets(self.max_batch), 0
+        self._open = self.buckets  # the ones that steps take
         self.graphs = Graphs(self.team)
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.verifying: VerifyGraph | None = None
@@ -137,6 +138,7 @@ class Runner:
         sizes = self._warm_sizes() if self.cuda_graph else []
         first = first_of(sizes) if late and self.pipeline.stages == 1 else sizes
         self._late = [one for one in sizes if one not in first]  # the smallest last
+        self._close_smaller()
         if sizes:
             logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), len(self._late))
         for done, (size, kind) in enumerate(first, 1):
@@ -156,8 +158,15 @@ class Runner:
         """Capture the smallest graph that `warm_up` has left for later, beside running sequences. Collective."""
         self.settle()
         self._warm(*self._late.pop())
+        self._close_smaller()
         if not self._late:
             logger.info("warm-up: captured the last graph, after %.1f s of captures", self.graphs.capture_seconds)
+
+    def _close_smaller(self) -> None:
+        """Leave buckets below the first one that was captured out of steps, until their own graphs are there."""
+        left = {batch_of(size) for size, _ in self._late if not isinstance(size, Shape)}
+        first = max((bucket for bucket in self.buckets if bucket <= FIRST_BATCH), default=1)
+        self._open = [bucket for bucket in self.buckets if bucket >= first or bucket not in left]
 
     def _warm_sizes(self) -> list[tuple[Size, Kind]]:
         """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
@@ -297,8 +306,11 @@ class Runner:
         self._flight.settle(arrived)
 
     def bucket(self, batch: int) -> int:
-        """Size of the smallest bucket that holds `batch` slots."""
-        return self.buckets[bisect_left(self.buckets, batch)]
+        """Size of the smallest bucket that holds `batch` slots.
+
+        While graphs are captured beside steps, of the ones up to FIRST_BATCH the smallest that has its graphs.
+        """
+        return self._open[bisect_left(self._open, batch)]
 
     def replay(self, size: int | Verify, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
@@ -414,11 +426,18 @@ class Runner:
         return max(2, pages)
 
 
+def batch_of(size: int | Verify | Turn) -> int:
+    return size if isinstance(size, int) else size.batch
+
+
 def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
     """Graphs among ``sizes`` to capture before the engine is ready, where most are captured late.
 
-    Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones.
+    Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones; of decode
+    steps the largest batch up to FIRST_BATCH, which holds all smaller ones.
     """
+    batches = [batch_of(size) for size, _ in sizes if not isinstance(size, Shape)]
+    first = max((batch for batch in batches if batch <= FIRST_BATCH), default=0)
     shapes = [size for size, _ in sizes if isinstance(size, Shape) and size.tokens <= FIRST_TOKENS and not size.entries]
     ragged = [shape for shape in shapes if shape.length is None]
     largest = max(ragged, key=lambda shape: (shape.tokens, shape.batch), default=None)
@@ -426,7 +445,7 @@ def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
     def chosen(size: Size) -> bool:
         if isinstance(size, Shape):
             return size == largest or (size in shapes and size.length is not None)
-        return (size if isinstance(size, int) else size.batch) <= FIRST_BATCH
+        return batch_of(size) == first
 
     return [(size, kind) for size, kind in sizes if kind == WARM_KINDS[-1] and chosen(size)]
 

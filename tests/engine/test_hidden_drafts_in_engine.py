@@ -9,7 +9,7 @@ import torch
 import weft
 from tests.engine.draft_heads import PlainEagle3, PlainMtp, Target, deeper, save_eagle3, save_mtp
 from tests.engine.test_hidden_drafts import MTP, assert_drafted, draft, eagle3
-from tests.engine.test_speculative import PROMPTS, assert_alike, sequences_of
+from tests.engine.test_speculative import PROMPTS, assert_alike, sequences_of, take_lengths_in_turn
 from weft.engine import Engine, EngineConfig, SamplingParams
 from weft.models.mtp_layouts import LAYOUTS
 
@@ -79,7 +79,8 @@ def test_chunks_slots_and_preemption_draft_alike(made, engine, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_adaptive_lengths_and_windows(made, tmp_path, method):
+def test_adaptive_lengths_and_windows(made, tmp_path, monkeypatch, method):
+    take_lengths_in_turn(monkeypatch)
     directory, head, *_ = made
     windowed = shutil.copytree(directory, tmp_path / "windowed")
     config = json.loads((windowed / "config.json").read_text())

@@ -5,7 +5,7 @@ import torch
 
 import weft
 from tests.against_transformers import DELTA_NETS
-from tests.engine.test_speculative import NGRAM, Oracle, ask, assert_alike
+from tests.engine.test_speculative import NGRAM, Oracle, ask, assert_alike, take_lengths_in_turn
 from weft.engine import Engine, SamplingParams
 from weft.parallel.delta_states import DeltaStates
 
@@ -65,7 +65,8 @@ def test_recipes_verify_drafts(made, plain_ops, world_size, engine):
         assert counts.accepted_tokens > 0
 
 
-def test_looked_up_drafts_of_lengths_that_pay(made):
+def test_looked_up_drafts_of_all_lengths(made, monkeypatch):
+    take_lengths_in_turn(monkeypatch)
     directory, prompts, plain, _ = made
     speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     for completions, counts, _ in ask(directory, prompts, PARAMS, 2, speculative=speculative):

@@ -41,19 +41,21 @@ class Pair:
 
 def pairs(lab: Path = LAB) -> list[Pair]:
     """Pairs on two H200s by model, form and engine."""
-    newest: dict[tuple[str, str, str], tuple[tuple[int, ...], Pair]] = {}
+    newest: dict[tuple[str, str, str, bool], tuple[tuple[int, ...], Pair]] = {}
     for folder in sorted(each for each in lab.iterdir() if each.is_dir()):
         reports = [report for report in map(read, sorted(folder.glob("*.json"))) if report]
         for ours in (report for report in reports if report["engine"] == "weft"):
             for other in reports:
-                key = (ours["model"], form_of(ours), other["engine"])
+                whole = bool(other.get("flashinfer"))  # else vLLM 0.26 has no fused all-reduces
+                key = (ours["model"], form_of(ours), other["engine"], whole)
                 rows = rows_of(ours, other)
                 if other["engine"] == "weft" or (other["model"], form_of(other)) != key[:2] or not rows:
                     continue
                 version = tuple(int(part) for part in other["version"].split(".")[:3])
+                named = other["version"] + (", with FlashInfer" if whole else "")
                 pair = Pair(
                     model=titled(ours["model"]), form=key[1], engine=NAMES.get(other["engine"], other["engine"]),
-                    version=other["version"], date=DATES.get(folder.name, ""), rows=rows,
+                    version=named, date=DATES.get(folder.name, ""), rows=rows,
                 )  # fmt: skip
                 if key not in newest or newest[key][0] < version:
                     newest[key] = (version, pair)

@@ -95,7 +95,7 @@ MISSING = """## Not measured yet
 - [Regret](costs.md#regret-the-choice-over-the-best-design) and
   [steps as planned](planning.md#planned-steps-beside-measured-ones) where their tables have no row: both say so. On no GPU:
   [a plan that an engine follows](planning.md#follow-a-plan), [the search in the warm-up](tuning.md) (`--tune`,
-  `weft tune --model`) and `weft doctor --measure`.
+  `weft tune` with `--model`) and `weft doctor --measure`.
 - Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
   Qwen3.6.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines

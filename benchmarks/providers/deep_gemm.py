@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.ops.buffers import group_of
 from weft.bench.ops.fp8_baselines import cublas_and_nccl, gemm, nccl_and_cublas
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.fp8 import COLUMNS, Fp8
@@ -24,6 +25,7 @@ ROWS_OF_SCALES = 4
 
 def multiplied(of: Callable[..., Prepared], problem: OpProblem) -> Prepared:
     """The baseline ``of`` cuBLAS, by DeepGEMM."""
+    group_of(problem)  # there are GPUs
     M, _, K = problem.shape.size
     if M % ROWS_OF_SCALES or K % COLUMNS.value:
         raise Unavailable(f"timed where {ROWS_OF_SCALES} divides M={M} and {COLUMNS.value} divides K={K}")

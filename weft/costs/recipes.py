@@ -170,7 +170,8 @@ class Pass:
             yield Launch("experts down", f"grouped_matmul_reduce_scatter{w}", of_rank)
             return
         yield Launch("router", "matmul_route_schedule", shape)
-        if count := is_fp8(self.layer.variant) + is_fp8(w):  # of the projections and of the experts
+        # Norms write rows in fp8 for the projections and for experts, unless there is a scale for each token.
+        if count := (self.layer.variant, w).count("+channel_fp8"):
             yield Launch("rows in fp8", "memory", (self.tokens * hidden * (item + 1),), count)
         yield Launch("experts gate, up", f"grouped_matmul_silu_mul{w}", shape)
         yield Launch("experts down", f"grouped_matmul{w}", shape)

@@ -115,6 +115,9 @@ class Fp8Rows(NamedTuple):
     beside: Any
 
 
+NOTHING_BESIDE = tl.constexpr(False), tl.constexpr(0)  # fields both and beside
+
+
 def empty_rows(like: torch.Tensor, tokens: int, width: int, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """New (rows [tokens, width], scales [tokens, format.count(width)]), on the device of ``like``.
 
@@ -153,8 +156,7 @@ def rows_argument(
         *(scales.stride() if scales.numel() > 0 else (0, 0)),
         tl.constexpr(group),
         tl.constexpr(of_dtype),
-        tl.constexpr(beside is not None),
-        tl.constexpr(0) if beside is None else beside,
+        *(NOTHING_BESIDE if beside is None else (tl.constexpr(True), beside)),
     )
 
 

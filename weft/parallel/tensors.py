@@ -353,7 +353,7 @@ class LayerWeights(NamedTuple):
 
     @property
     def before_attention(self) -> NextWeights:
-        """Weights that the rows after ``input_norm`` are for: ``attention_matrix``, or a delta net's with ``rates``."""
+        """Weights that rows after ``input_norm`` are for: ``attention_matrix``, or a net's with ``rates``."""
         attention = self.attention
         beside = isinstance(attention, DeltaWeights) and attention.rates is not None
         return attention if beside else self.attention_matrix

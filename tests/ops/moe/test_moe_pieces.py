@@ -99,7 +99,7 @@ def test_plans_of_many_tokens():
     assert names(2048, 8, 2) == ["push", "lamport"]
     assert names(4096, 8, 2, 2 << 30) == names(8192, 8, 2) == ["pipelined", "lamport"]
     assert names(4096, 8, 4, 2 << 30) == ["push", "pipelined"]
-    assert names(4096, 8, 4, 1 << 30) == ["push", "push"]  # no room for copies
+    assert names(4096, 8, 4, 1 << 30) == ["push", "sum_then_scatter"]  # no room for copies
     assert names(8192, 8, 4, 2 << 30)[0] == "push"
     assert names(16384, 8, 4, 2 << 30) == ["lamport", "sum_then_scatter"]  # nor for rows that are pushed
     four = machine(caps, 4, heap_bytes=2 << 30)

@@ -249,16 +249,17 @@ def launch_of(
     pairs = B // queries * sizes.heads
     parts = parts_of(group, queries, pairs)
 
-    turned = is_turned(D, cache.key_pages.itemsize, out.itemsize, caps)
+    itemsizes = cache.key_pages.itemsize, out.itemsize
 
     def constants() -> dict[str, Any]:
+        turned = is_turned(D, *itemsizes, caps)
         by_token = {"queries": queries, "parts": parts, "q_heads": q_heads, "turned": turned}
         tile = tile_of(design, group=group, D=D, window=window, **by_token)
         return {"SIZES": sizes, "TILE": tile, **own, **compiler_options(design, caps)}
 
     # Without the number of splits, which the batch decides.
     tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window
-    launch = launch_on(out.device, kernel, (tile, sizes, group, queries, parts, turned, *own.values()), constants)
+    launch = launch_on(out.device, kernel, (tile, sizes, itemsizes, group, queries, parts, *own.values()), constants)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
     scratch = scratch_of(out, pairs * parts, splits, tickets, group * cdiv(queries, parts))
     return launch, (pairs * parts, splits), (cache, sequences, out, scratch, sequences.pages.shape[1])

@@ -503,7 +503,7 @@ class GatedDeltaNetStep(Op):
 
 
 def writes_heads(format: RowFormat, V: int, sequences: int) -> bool:
-    """True if the kernel writes rows in fp8: its programs see what shares a scale, and there are few of them."""
+    """True if the kernel writes rows in fp8: a program sees all that shares a scale, and programs are few."""
     of_head = format.kind == "static" or (format.kind == "group" and COLUMNS.value == V)
     return of_head and sequences <= MOST_IN_FP8
 

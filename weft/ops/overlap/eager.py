@@ -42,7 +42,7 @@ def submit(op: str, team: Team, operands: Sequence[Operand], fields: Hashable, r
 
 
 def _place_of(part: torch.Tensor | None) -> Hashable:
-    """Address and layout of a part of an fp8 matrix; of ragged rows the room after them too, which cuBLAS may read."""
+    """Address and layout of a part of an fp8 matrix; of ragged rows the room that cuBLAS may read, too."""
     if part is None:
         return None
     place = part.data_ptr(), part.dtype, part.shape, part.stride()

@@ -90,7 +90,7 @@ class Overlapped(GemmOp):
     def planned(
         self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, *, into: Sequence[torch.Tensor]
     ) -> None:
-        """Compute ``into``, the result for each b, of checked operands, by their plan, on which the ranks agree."""
+        """Compute ``into``, the result for each b, of checked operands, by the plan that ranks agree on."""
         raise NotImplementedError
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ import torch
 import weft
 from tests.ops.checking import assert_close, assert_identical, call_op, inputs_of
 from weft import ops
-from weft.ops.op import Op, find_op, registered
+from weft.ops.explain import Explanation
+from weft.ops.op import UNCHANGED, Op, find_op, registered
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.runtime.capabilities import Capabilities
@@ -101,8 +102,31 @@ def test_a_plan_is_a_function_of_call_and_machine(op, world_size):
 def test_explain_says_in_one_line_why_there_is_no_plan(name):
     text = str(ops.explain(name))
     assert text.startswith(f"{name} has no plan: ") and len(text) > len(name) + 30 and "\n" not in text
+    assert ("; its bits " in text) == (name != "barrier")
     with pytest.raises(ValueError, match=f"{name} has no plan that M=3 could change; leave it out"):
         ops.explain(name, M=3)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_states_what_its_bits_depend_on(op):
+    """By the class that names it, so that no op inherits a statement; ``explain`` prints it, by name and by alias.
+
+    Of an op that does no arithmetic they depend on nothing.
+    """
+    assert all("bits" in vars(kind) for kind in type(op).__mro__ if "name" in vars(kind))
+    assert isinstance(op.bits, str) or set(op.bits) == set(op.designs)
+    for design in op.designs or ("kernel",):
+        assert op.bits_of(design).startswith(("are invariant", "depend on ")), design
+        assert (not op.bits_of(design).startswith(UNCHANGED)) or all(op.accuracy(case).exact for case in op.cases())
+        if any(op.accuracy(case).exact for case in op.cases()):
+            assert op.bits_of(design).startswith("are invariant"), design
+    if op.sizes:
+        case = next(case for case in op.cases() if isinstance(case.design, str))
+        here = machine(H200, case.world_size)
+        planned = op.plan(op.call_of_case(case, here), here)
+        assert str(Explanation(op.name, "", planned)).endswith(f"\n  bits  {op.bits_of(planned.name)}")
+    else:
+        assert {str(ops.explain(name)).split("; its bits ")[1] for name in (op.name, op.alias)} == {op.bits}
 
 
 def test_an_op_has_a_plan_or_says_why_not():

@@ -198,8 +198,12 @@ def test_experts_refuse_gradients_and_numbers_that_eight_does_not_divide():
     weft.simulate(main, 2)
 
 
+def chunks_of(before, length, device):
+    return ops.SequenceChunks.make([(before, length)], [0]).to(torch.device(device))
+
+
 def row_ops(device):
-    """Name of an op whose kernel computes a row alike among any rows -> its result for the first M of 600 rows."""
+    """Name of an op whose kernel computes a row alike among any rows -> its result for the first M of up to 600 rows."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -207,16 +211,37 @@ def row_ops(device):
 
     x, residual, weight, gate_up, ids = draw(600, 640), draw(600, 640), draw(640), draw(600, 1200), torch.arange(600)
     qkv, angles, heads = draw(600, 6 * 32), draw(600, 32).float(), draw(32)
-    ids = ids.to(device)
+    ids, taps, parts = ids.to(device), draw(192, 4), draw(3, 600, 2, 48)
 
     def rotated(M):
         keys = torch.zeros((40, 1, 16, 32), dtype=torch.bfloat16, device=device)
         q = ops.qk_norm_rope(qkv[:M], heads, heads, 1e-6, angles, ids[:M], ids[:M], keys, torch.zeros_like(keys))
         return q, keys.transpose(1, 2).reshape(640, 32)[:M]
 
+    def latents(M):
+        cache = torch.zeros((40, 16, 48), dtype=torch.bfloat16, device=device)
+        q, kv = qkv[:M, :64].view(M, 4, 16), qkv[:M, :48]
+        rows = ops.mla_norm_rope(q, kv, heads, 1e-6, angles[:, :16].contiguous(), ids[:M], ids[:M], cache)
+        return *rows, cache.view(640, 48)[:M]
+
+    def convolved(M):
+        """By two calls: the second one's first tokens read rows from the state that the first one has left."""
+        state, cuts = torch.zeros((1, 3, 192), dtype=torch.bfloat16, device=device), (0, M // 3, M)
+        spans = [(begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False) if begin < end]
+        outs = [
+            ops.causal_conv1d(qkv[begin : begin + length], taps, state, chunks_of(begin, length, device))
+            for begin, length in spans
+        ]
+        return (torch.cat(outs),)
+
     return {
         "add_rms_norm": lambda M: ops.add_rms_norm(x[:M], residual[:M], weight, 1e-6),
         "silu_mul": lambda M: (ops.silu_mul(gate_up[:M]),),
+        "sigmoid_mul": lambda M: (ops.sigmoid_mul(x[: min(M, 130)], residual[: min(M, 130)]),),
+        "rms_norm_gated": lambda M: (ops.rms_norm_gated(x[:M].view(M, 20, 32), residual[:M], heads, 1e-6),),
+        "mla_norm_rope": lambda M: latents(min(M, 130)),
+        "causal_conv1d": convolved,
+        "merge_attention": lambda M: ops.merge_attention(parts[:, :M], parts[:, :M, :, 0].float()),
         "qk_norm_rope": rotated,
         "vocab_embedding": lambda M: (ops.vocab_embedding(ids[:M], x, 0),),
         "route": lambda M: tuple(ops.route(x[: min(M, 512), :128], 8)),
@@ -234,7 +259,11 @@ def check_rows(device, sizes):
 def test_ops_of_rows_compute_a_row_alike_among_any_rows():
     weft.simulate(lambda team: check_rows("cpu", (1, 33)), 1)
     for name in row_ops("cpu"):
-        assert ("its bits are invariant" in str(ops.explain(name))) == (name != "route")
+        stated = ops.explain(name).bits
+        if name in ("route", "merge_attention"):  # of up to 512 tokens, and of one number of parts
+            assert stated.endswith("and on nothing else")
+        else:
+            assert stated.startswith("are invariant")
 
 
 @pytest.mark.gpu(1)
@@ -271,8 +300,8 @@ def test_plans_say_that_they_are_invariant_and_refuse_what_is_not():
     weft.simulate(main, 2)
     with pytest.raises(ValueError, match="on 3 ranks.*1, 2, 4 or 8 ranks"):
         weft.simulate(lambda team: plan_layer(1, mode="invariant", team=team), 3)
-    with pytest.raises(ValueError, match="matmul: bits of design 'cublas' depend on M, W and the design; pass sliced"):
+    with pytest.raises(ValueError, match="matmul: bits of design 'cublas' depend on M, .* and the design; pass sliced"):
         ops.explain("matmul+invariant", M=4, N=64, K=64, world_size=1, algorithm="cublas")
     assert "bits  are invariant" in str(ops.explain("matmul_all_reduce+invariant", M=4, N=64, K=64, world_size=2))
-    assert "bits  depend on M, W and the design" in str(ops.explain("matmul", M=4, N=64, K=64, world_size=1))
+    assert "bits  depend on M, a rank's N and K, and the" in str(ops.explain("matmul", M=4, N=64, K=64, world_size=1))
     assert slices.SLICES == 8

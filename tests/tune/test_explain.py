@@ -141,7 +141,7 @@ def test_explain_tells_the_row_and_why(rows, capsys):
             "  gets  pipelined: chunks=1, streams=3, span=1, begin_first=False",
             "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
             "(2026-11-20, weft 0.1.0)",
-            "  bits  depend on M, W and the design",
+            "  bits  depend on M, a rank's N and K, W and the design",
         ]
     )
     found = ops.explain("all-reduce", (32, 1024), world_size=4, caps=GPU)

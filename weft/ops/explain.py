@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
-from weft.ops.op import ROW_BITS, Op, find_op, registered, why_no_plan
+from weft.ops.op import Op, bits_without_plan, find_op, why_no_plan
 from weft.ops.registration import ITEM_SIZES, check_choice
 from weft.plan.planned import Planned, machine
 from weft.plan.table import Row, name_of
@@ -61,10 +61,10 @@ class Explanation:
 
     @property
     def bits(self) -> str:
-        """Dependences of the bits of a row's result; "" of a function that states none."""
-        if not isinstance(self.plan, NoPlan):
-            return find_op(self.op).bits_of(self.planned.name)
-        return ROW_BITS if any(op.name == self.op and op.invariant for op in registered()) else ""
+        """Dependences of the bits of a row's result (``Op.bits``); "" of a function without a result."""
+        return (
+            bits_without_plan(self.op) if isinstance(self.plan, NoPlan) else find_op(self.op).bits_of(self.planned.name)
+        )
 
     def __repr__(self) -> str:
         if isinstance(self.plan, NoPlan):

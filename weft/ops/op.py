@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-# Bits of a row's result that depend on nothing but the row.
-ROW_BITS = "are invariant"
+# Statements of ``Op.bits``: a row's bits depend on the row alone; they are an input's, or integers.
+INVARIANT = "are invariant"
+UNCHANGED = f"{INVARIANT}: values are moved, chosen or counted"
 # The tags of torch.library.custom_op: known to torch.compile, and called with the strides that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -53,6 +54,10 @@ class Op:
     name     of the function in weft.ops, of ``torch.ops.weft.NAME``, and in tables, reports and results
     alias    name on the command line, accepted wherever the name is
     designs  ways to compute it by name, each a frozen dataclass with that design's own fields, in the order of reports
+    bits     what the bits of a row's result depend on, by design or of all alike, as the end of the sentence "its bits …".
+             It begins with INVARIANT where that is neither another row nor the ranks nor the design: of a call with the field
+             ``invariant`` the plan is such a design. Else sizes of the call (M, T: its rows), W, the number of ranks, or the
+             design, which the plan chooses by both. No op inherits it
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
     no_plan  why an op without a plan needs none
@@ -62,8 +67,6 @@ class Op:
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
     rare     names of designs that not every call fits
-    invariant  names of designs whose bits depend neither on the number of rows nor on the ranks nor on the design: of a call
-             with the field ``invariant`` the plan is one of these. Of an op without a plan ("kernel",) if its kernel's do not
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
              (``MoeShape``); "": none
@@ -81,6 +84,7 @@ class Op:
     name: ClassVar[str]
     alias: ClassVar[str]
     designs: ClassVar[Mapping[str, type]] = {}
+    bits: ClassVar[str | Mapping[str, str]]
     sizes: ClassVar[tuple[str, ...]] = ()
     no_plan: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
@@ -89,7 +93,6 @@ class Op:
     mutates: ClassVar[Sequence[str]] = ()
     internal: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
-    invariant: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
     differs: ClassVar[Mapping[str, tuple[int, ...]]] = {}
@@ -115,8 +118,9 @@ class Op:
 
     def _chosen(self, call: Call, machine: Machine) -> Planned:
         planned = self.choose(call, machine)
-        if getattr(call, "invariant", False) and planned.name not in self.invariant:
-            known = f"pass {' or '.join(self.invariant)}" if self.invariant else "it has no invariant design"
+        if getattr(call, "invariant", False) and not self.bits_of(planned.name).startswith(INVARIANT):
+            fit = [name for name in self.designs if self.bits_of(name).startswith(INVARIANT)]
+            known = f"pass {' or '.join(fit)}" if fit else "it has no invariant design"
             raise ValueError(f"{self.name}: bits of design {planned.name!r} {self.bits_of(planned.name)}; {known}")
         logger.debug("plan of %s %s: %s; %s", self.name, call, planned.name, planned.reason)
         return planned
@@ -134,8 +138,8 @@ class Op:
         return Planned(name, self.default(name, call, machine), reason)
 
     def bits_of(self, design: str) -> str:
-        """Dependences of the bits of a row's result by ``design``, as the end of a sentence."""
-        return ROW_BITS if design in self.invariant else "depend on M, W and the design"
+        """``bits`` of a design, or of an op without designs."""
+        return self.bits if isinstance(self.bits, str) else self.bits[design]
 
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
@@ -445,6 +449,11 @@ def without_plan(name: str, why: str) -> None:
 def why_no_plan(name: str) -> str:
     """Reason why an op or a function needs no plan; "" for an op with one. ValueError as of ``find_op``."""
     return _FUNCTIONS[name] if isinstance(name, str) and name in _FUNCTIONS else find_op(name).no_plan
+
+
+def bits_without_plan(name: str) -> str:
+    """``Op.bits`` of an op without a plan; "" of a function, which has no result."""
+    return "" if name in _FUNCTIONS else find_op(name).bits_of("kernel")
 
 
 def registered() -> Iterator[Op]:

@@ -33,7 +33,7 @@ from weft.ops.attention.attention_op import (
     hiding,
     writes_heads,
 )
-from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
+from weft.ops.attention.decoding import SPLIT_KV_BITS, DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
 from weft.ops.case import BF16, Case, Draw, Inputs, agreed, format_of, lay_out
@@ -251,6 +251,7 @@ class DecodeArguments(NamedTuple):
 
 class DecodeAttention(DecodingOp):
     name, alias = "decode_attention", "decode-attention"
+    bits = SPLIT_KV_BITS
     mutates = ("keys", "values", "tickets")
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:

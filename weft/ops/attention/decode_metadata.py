@@ -19,7 +19,7 @@ from weft.arguments import check_int
 from weft.kernels.block_cyclic import local_slots
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -117,6 +117,7 @@ class MetadataArguments(NamedTuple):
 
 class DecodeMetadata(Op):
     name, alias = "decode_metadata", "decode-metadata"
+    bits = UNCHANGED
     no_plan = "one kernel of few integers, in blocks of one size"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

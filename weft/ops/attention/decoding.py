@@ -37,6 +37,12 @@ FEW_PAIRS = 16
 FEWEST_PAIRS = 4
 
 
+# ``Op.bits`` of the design.
+SPLIT_KV_BITS = (
+    "depend on the batch, the new tokens of a sequence, a rank's KV heads, the page table's room and the design"
+)
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKV:

@@ -118,6 +118,7 @@ class GatheredPlan(Op):
     """Choice of a design by the tokens of a rank and the KV heads."""
 
     name, alias = "gathered_prefill_attention", "gathered-prefill-attention"
+    bits = "depend on the tokens, W, the rank that holds a token, and the design"
     designs = {"gathered": Gathered, "ulysses": Ulysses, "pipelined": Pipelined}
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
     dtypes = FLOATS

@@ -57,8 +57,8 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
     lses  [P, B, H] fp32: natural log of the sum of exp(score) of each part; -inf: it has no token, and its row of ``outs``
           does not count, NaN included
 
-    Where all parts are empty out is 0 and lse is -inf. Parts are merged in order, in fp32: the same bits from run to run. No
-    backward. ValueError for shapes, dtypes or devices that do not fit.
+    Where all parts are empty out is 0 and lse is -inf. Parts are merged in order, in fp32: a row's bits depend on its
+    parts alone. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "merge_attention"
     check_like(op, "outs", outs, None, FLOATS)
@@ -86,6 +86,7 @@ class MergeAttention(Op):
     """sizes of a case: P, B, H, D. Its field ``empty``: (part, sequence) without tokens."""
 
     name, alias = "merge_attention", "merge-attention"
+    bits = "depend on the number of parts, which are merged in order, and on nothing else"
     no_plan = "one kernel; a program takes as many rows of a head as its registers hold"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

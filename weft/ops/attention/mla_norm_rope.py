@@ -22,7 +22,7 @@ from weft.ops.attention import cases
 from weft.ops.attention.mla_decode_attention import case_of, check_latents
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_flag, check_scalar
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
@@ -132,8 +132,9 @@ def mla_norm_rope(
     interleaved  partners of the rotation are neighbours in q_rope and kv, as in DeepSeek's checkpoints, and not halves apart.
                  Rotated parts have them halves apart in both cases: scores are the same in any order
 
-    L is a power of two from 16 to 512, R from 16 to 64. Computed in fp32, rounded once. The host reads no positions or slots:
-    values out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    L is a power of two from 16 to 512, R from 16 to 64. Computed in fp32, rounded once; a token's bits depend on the token
+    alone. The host reads no positions or slots: values out of range are not refused. No backward. ValueError for shapes, dtypes
+    or devices that do not fit.
     """
     op = "mla_norm_rope"
     check_like(op, "q_rope", q_rope, None, FLOATS)
@@ -180,6 +181,7 @@ class MLANormRope(Op):
     """
 
     name, alias = "mla_norm_rope", "mla-norm-rope"
+    bits = INVARIANT
     no_plan = "one kernel; a program takes a token, and 16 of its heads at a time"
     mutates = ("cache",)
 

@@ -97,6 +97,7 @@ class MLAPlan(Op):
     """Blocks of rows by the number of rows, and splits for as many programs as SMs hold."""
 
     name, alias = "mla_decode_attention", "mla-decode-attention"
+    bits = "depend on the batch, the new tokens of a sequence, a rank's heads, the page table's room and the design"
     designs = {"blocks": LatentBlocks}
     sizes = ("batch", "heads", "context", "width")
     dtypes = FLOATS

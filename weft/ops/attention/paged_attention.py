@@ -33,13 +33,13 @@ from weft.ops.attention.attention_op import (
     check_window,
     hiding,
 )
-from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
+from weft.ops.attention.decoding import SPLIT_KV_BITS, DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.case import BF16, Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
-from weft.ops.op import register
+from weft.ops.op import INVARIANT, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.runtime.team.team import Team
 
@@ -217,8 +217,9 @@ class PagedArguments(NamedTuple):
 
 class PagedAttention(DecodingOp):
     name, alias = "paged_attention", "paged-attention"
+    bits = {"split_kv": SPLIT_KV_BITS, "fixed_runs": INVARIANT}
     designs = {"split_kv": SplitKV, "fixed_runs": FixedRuns}
-    rare = invariant = ("fixed_runs",)
+    rare = ("fixed_runs",)
     variants = options = ("invariant",)
     mutates = ("tickets",)
 

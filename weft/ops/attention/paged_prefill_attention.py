@@ -58,7 +58,7 @@ from weft.ops.local import (
     compiler_options,
     machine_on,
 )
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
@@ -319,8 +319,9 @@ class PagedPrefillAttention(AttentionOp):
     """sizes: of one prompt without cached tokens, on one rank."""
 
     name, alias = "paged_prefill_attention", "paged-prefill-attention"
+    bits = {"key_blocks": "depend on how prompts are cut, a rank's KV heads and the design", "fixed_runs": INVARIANT}
     designs = {"key_blocks": KeyBlocks, "fixed_runs": FixedRuns}
-    rare = invariant = ("fixed_runs",)
+    rare = ("fixed_runs",)
     variants = options = ("invariant",)
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
 

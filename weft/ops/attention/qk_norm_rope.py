@@ -25,7 +25,7 @@ from weft.ops.attention import cases
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, norm_dtypes
-from weft.ops.op import Op, register
+from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -320,8 +320,8 @@ def check_cache(
 
 class QKNormRope(Op):
     name, alias = "qk_norm_rope", "qk-norm-rope"
+    bits = INVARIANT
     no_plan = "one kernel; a program takes as many heads as its registers hold"
-    invariant = ("kernel",)
     mutates = ("keys", "values")
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -99,6 +99,7 @@ class ShardedPlan(AttentionOp):
     """
 
     name, alias = "sharded_decode_attention", "sharded-decode-attention"
+    bits = "depend on the batch, the new tokens of a sequence, the KV heads, the page table's room, W and the design"
     designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     spans_nodes = True

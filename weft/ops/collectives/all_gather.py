@@ -13,7 +13,7 @@ from weft.ops.case import Case, Inputs
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective
 from weft.ops.collectives.copy_engine import CopyEngine
-from weft.ops.op import register
+from weft.ops.op import UNCHANGED, register
 from weft.ops.registration import check_choice, check_has_rows, check_tensor
 from weft.runtime.team.team import Team
 from weft.transport.exchange import Body, side_by_side, whole
@@ -25,6 +25,7 @@ BODY = Body(name="all_gather_kernel", send=whole, own=whole, store=side_by_side)
 
 class AllGather(Collective):
     name, alias = "all_gather", "all-gather"
+    bits = UNCHANGED
     replicated = True
     moves_bits = gathers = True
     body = BODY

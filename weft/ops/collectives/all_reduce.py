@@ -26,11 +26,21 @@ from weft.kernels.slices import node_of_ranks
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs, sum_of
 from weft.ops.collectives import cases, multimem, tree
 from weft.ops.collectives.all_gather import ALL_GATHER
-from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot
+from weft.ops.collectives.collective import (
+    ALONE,
+    ENDLESS,
+    OWN_FIRST,
+    RANK_ORDER,
+    Collective,
+    CollectiveCall,
+    Copy,
+    OneShot,
+    TwoShot,
+)
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.op import register
+from weft.ops.op import INVARIANT, register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
@@ -148,8 +158,16 @@ class AllReduce(Collective):
         "over_nodes": ScatterGather,
         "tree": tree.Tree,
     }
+    bits = {
+        "one_shot": RANK_ORDER,
+        "two_shot": RANK_ORDER,
+        "copy_engine": OWN_FIRST,
+        **dict.fromkeys(multimem.DESIGNS, "depend on the switch, which promises no order of its additions"),
+        "copy": ALONE,
+        "over_nodes": OWN_FIRST,
+        "tree": INVARIANT,
+    }
     internal = (*Collective.internal, "tree")
-    invariant = ("tree",)
     variants = options = ("invariant",)
     rare = tuple(multimem.DESIGNS)  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums

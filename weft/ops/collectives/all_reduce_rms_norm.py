@@ -41,7 +41,14 @@ from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.all_reduce import ALL_REDUCE
-from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape
+from weft.ops.collectives.collective import (
+    OWN_FIRST,
+    RANK_ORDER,
+    CollectiveCall,
+    OneShot,
+    TwoShot,
+    checked_shape,
+)
 from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
@@ -92,6 +99,7 @@ class NormCall(NamedTuple):
 
 class AllReduceRMSNorm(Op):
     name, alias = "all_reduce_rms_norm", "all-reduce-rms-norm"
+    bits = {"one_shot": RANK_ORDER, "two_shot": RANK_ORDER, "over_nodes": OWN_FIRST}
     designs = {"one_shot": OneShot, "two_shot": TwoShot, "over_nodes": ReduceThenNorm}
     internal = ("over_nodes",)
     sizes = ("shape",)

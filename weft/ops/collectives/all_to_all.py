@@ -13,7 +13,7 @@ from weft.ops.case import Case, Inputs, part_of
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective
 from weft.ops.collectives.copy_engine import CopyEngine
-from weft.ops.op import register
+from weft.ops.op import UNCHANGED, register
 from weft.ops.registration import check_choice, check_even, check_tensor
 from weft.runtime.team.team import Team
 from weft.transport.exchange import Body, own_part, part_for_each, side_by_side
@@ -25,6 +25,7 @@ BODY = Body(name="all_to_all_kernel", send=part_for_each, own=own_part, store=si
 
 class AllToAll(Collective):
     name, alias = "all_to_all", "all-to-all"
+    bits = UNCHANGED
     rows_divided = True
     moves_bits = True
     body = BODY

@@ -29,6 +29,12 @@ from weft.runtime.team.workspace import capacity_for
 from weft.transport.exchange import Body, launch, prepare
 from weft.transport.plans import LINE_BYTES, PushPlan, word_of
 
+# ``Op.bits`` of sums over the ranks: in an order that the kernel's layout decides, beginning with a rank's own summand, and of
+# one rank.
+RANK_ORDER = "depend on W and the design"
+OWN_FIRST = "depend on W, the design and a row's place: its sum begins with the summand of the rank that adds it up"
+ALONE = "depend on W, which is 1: values are moved"
+
 
 class CollectiveCall(NamedTuple):
     """Inputs of a collective's plan. nbytes: bytes of each rank's input. design: a name, or "auto".

@@ -20,7 +20,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.cases import FEW_KEYED
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, Push
 from weft.ops.collectives.head_exchange import Part, exchange_heads_kernel
-from weft.ops.op import register
+from weft.ops.op import UNCHANGED, register
 from weft.ops.registration import as_words, check_choice, check_list, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.arithmetic import cdiv
@@ -254,6 +254,7 @@ def _ranges(team: Team, tokens: Sequence[int]) -> torch.Tensor:
 
 class SequenceToHeads(ExchangeHeads):
     name, alias = "sequence_to_heads", "sequence-to-heads"
+    bits = UNCHANGED
     to_heads = True
     differs = {"xs": (0,)}  # tokens of the rank
 
@@ -288,6 +289,7 @@ def sequence_to_heads(
 
 class HeadsToSequence(ExchangeHeads):
     name, alias = "heads_to_sequence", "heads-to-sequence"
+    bits = UNCHANGED
     to_heads = False
 
 

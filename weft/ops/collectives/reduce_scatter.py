@@ -11,7 +11,7 @@ import torch
 
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives import cases
-from weft.ops.collectives.collective import ENDLESS, Collective
+from weft.ops.collectives.collective import ALONE, ENDLESS, OWN_FIRST, RANK_ORDER, Collective
 from weft.ops.collectives.copy_engine import CopyEngine
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
@@ -25,6 +25,7 @@ BODY = Body(name="reduce_scatter_kernel", send=part_for_each, own=own_part, stor
 
 class ReduceScatter(Collective):
     name, alias = "reduce_scatter", "reduce-scatter"
+    bits = {"push": RANK_ORDER, "copy_engine": OWN_FIRST, "copy": ALONE, "over_nodes": OWN_FIRST}
     rows_divided = True
     dtypes = FLOATS
     body = BODY

@@ -24,7 +24,7 @@ from weft.kernels.fp8 import (
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape, norm_dtypes
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -105,8 +105,8 @@ def add_rms_norm(
 
 class AddRMSNorm(Op):
     name, alias = "add_rms_norm", "add-rms-norm"
+    bits = INVARIANT
     no_plan = "one kernel; a program takes a row, and the row's bytes decide its warps"
-    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)

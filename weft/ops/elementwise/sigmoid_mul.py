@@ -15,7 +15,7 @@ from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.elementwise.silu_mul import check_token, tile_of
 from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -65,8 +65,8 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, *, fp8: RowFormat | None = 
 
 class SigmoidMul(Op):
     name, alias = "sigmoid_mul", "sigmoid-mul"
+    bits = INVARIANT
     no_plan = "one kernel; a program takes one number of elements, of as many rows as there are"
-    invariant = ("kernel",)
     collective = False
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -16,7 +16,7 @@ from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.local import capabilities_of, check_like, check_rounds
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS, check_choice
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -80,7 +80,8 @@ def silu_mul(
     fp8      the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of a weight in fp8
     activation  of the gate: "silu", or in place of it "gelu_tanh", GELU by a hyperbolic tangent
 
-    A row's bits depend on the row alone. No backward. ValueError for another shape or dtype.
+    A row's bits depend on the row alone; of one or two rows with a deferred scale on M too. No backward. ValueError for another
+    shape or dtype.
     """
     norm = gate_up if isinstance(gate_up, DeferredNorm) else None
     gate_up = norm.scaled if norm else gate_up
@@ -116,8 +117,8 @@ def tile_of(M: int, N: int, format: RowFormat | None = None) -> tuple[int, int]:
 
 class SiluMul(Op):
     name, alias = "silu_mul", "silu-mul"
+    bits = f"{INVARIANT}, but for one or two rows with a deferred RMS scale, which depend on M"
     no_plan = "one kernel; a program takes one number of elements, of as many rows as there are"
-    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         gate_up, parts = draw.own("gate_up", case.sizes, 3.0), case.field("squares")

@@ -154,7 +154,8 @@ def add_adapters(
     ends      of the P matrices among the N columns, the last one N
     adapters  [T] int32, -1: none
 
-    A @ x is rounded to the dtype of y, as peft does. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    A @ x is rounded to the dtype of y, as peft does; T and K decide how K is split. No backward. ValueError for shapes, dtypes
+    or devices that do not fit.
     """
     name = "add_adapters"
     check_like(name, "y", y, None, FLOATS)
@@ -232,6 +233,7 @@ def by_torch(
 
 class AddAdapters(Op):
     name, alias = "add_adapters", "add-adapters"
+    bits = "depend on T and K, which decide how K is split"
     no_plan = "two kernels, whose tiles follow from the number of rows and columns"
     mutates = ("y",)
 

@@ -17,6 +17,10 @@ from weft.ops.op import Op
 from weft.ops.registration import FLOATS, check_divides, check_is_tensor
 from weft.plan.planned import AUTO, Machine
 
+# ``Op.bits`` of a rank's GEMM whose sums the design orders, and of one beside a collective.
+GEMM_BITS = "depend on M, a rank's N and K, and the design"
+OVERLAPPED_BITS = "depend on M, a rank's N and K, W and the design"
+
 
 class GemmCall(NamedTuple):
     """Inputs of a GEMM's plan.

@@ -32,7 +32,7 @@ class LocalGemm(GemmOp):
     """A GEMM of one rank."""
 
     variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8", "four_bit", "invariant")
-    internal = invariant = ("sliced",)
+    internal = ("sliced",)
     rare = ("small_m",)
     collective = False
 

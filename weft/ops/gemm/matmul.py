@@ -30,7 +30,7 @@ from weft.ops.case import Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands, named
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GEMM_BITS, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
@@ -41,7 +41,7 @@ from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.knobs import around, flipped, knob
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
@@ -127,6 +127,7 @@ def matmul(
 
 class Matmul(LocalGemm):
     name, alias = "matmul", "gemm"
+    bits = {"cublas": GEMM_BITS, "small_m": GEMM_BITS, "persistent": GEMM_BITS, "sliced": INVARIANT}
     saves = ("a", "b")
     designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent, "sliced": Sliced}
     projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)

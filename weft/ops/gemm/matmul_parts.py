@@ -19,7 +19,7 @@ from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.gemm.gemm_cases import large_quantized_cases
-from weft.ops.gemm.gemm_op import GemmCall, check_operands, fp8_scheme, in_form, named, product
+from weft.ops.gemm.gemm_op import GEMM_BITS, GemmCall, check_operands, fp8_scheme, in_form, named, product
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_fp8 import matmul_fp8, plan_of
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
@@ -91,6 +91,7 @@ def _described(matrix: torch.Tensor) -> torch.Tensor:
 
 class MatmulParts(Op):
     name, alias = "matmul_parts", "matmul-parts"
+    bits = GEMM_BITS
     no_plan = "the plan of matmul decides: small_m leaves its partials where it splits K, other designs leave none"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

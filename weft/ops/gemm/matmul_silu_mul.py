@@ -16,7 +16,7 @@ from weft.ops.case import BF16, Accuracy, Case, gated_terms
 from weft.ops.elementwise.silu_mul import MAX_TOKEN, silu_mul
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, named
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GEMM_BITS, GemmCall, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_four_bit import matmul_four_bit
@@ -24,7 +24,7 @@ from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.sliced import Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like, check_row_format
-from weft.ops.op import register
+from weft.ops.op import INVARIANT, register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_is_tensor
 from weft.plan.planned import AUTO, machine
 
@@ -110,6 +110,7 @@ def _by_two_launches(
 
 class MatmulSiluMul(LocalGemm):
     name, alias = "matmul_silu_mul", "gemm-silu"
+    bits = {"cublas": GEMM_BITS, "small_m": GEMM_BITS, "sliced": INVARIANT}
     designs = {"cublas": Cublas, "small_m": SmallM, "sliced": Sliced}
     gated = True
     operands = ("x", "weight")

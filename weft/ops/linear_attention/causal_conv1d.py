@@ -18,7 +18,7 @@ import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.sequence_chunks import CHUNK, SequenceChunks, check_chunks, check_columns
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -84,7 +84,8 @@ def causal_conv1d(
                p % ring; read and written in place, rows before the last K - 1 tokens left as they are
     sequences  the T tokens, by sequence, and the slots
 
-    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    A token's bits depend neither on other sequences nor on where calls cut its sequence. No backward. ValueError for shapes,
+    dtypes or devices that do not fit.
     """
     check_convolution("causal_conv1d", x, weight, state)
     check_chunks("causal_conv1d", sequences, x.device)
@@ -125,6 +126,7 @@ def convolved(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> to
 
 class CausalConv1d(Op):
     name, alias = "causal_conv1d", "causal-conv1d"
+    bits = INVARIANT
     no_plan = "one kernel; a program takes 64 tokens of 64 channels"
     mutates = ("state",)
     collective = False

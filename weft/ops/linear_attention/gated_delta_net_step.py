@@ -375,6 +375,7 @@ def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
 
 class GatedDeltaNetStep(Op):
     name, alias = "gated_delta_net_step", "gated-delta-net-step"
+    bits = "depend on the most new and pending tokens of a sequence, for which the kernel is compiled"
     no_plan = "one kernel; a program has a sequence and value head, whose size decides its warps"
     mutates = ("inputs", "rates", "state")
     collective = False

@@ -246,7 +246,8 @@ def gated_delta_rule(qkv: torch.Tensor, gates: Gates, state: torch.Tensor, seque
     state      fp32 [slots, value heads, K, V], read and written in place; K and V are 16, 32, 64 or 128
     sequences  the T tokens, by sequence, and the slots; a sequence without tokens before begins with a state of zeros
 
-    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    A token's bits depend on where calls cut its sequence, not on other sequences. No backward. ValueError for shapes, dtypes or
+    devices that do not fit.
     """
     check_delta_rule("gated_delta_rule", qkv, gates, state)
     check_chunks("gated_delta_rule", sequences, qkv.device)
@@ -265,6 +266,7 @@ def columns_of(sizes: DeltaSizes, dtype: torch.dtype) -> int:
 
 class GatedDeltaRule(Op):
     name, alias = "gated_delta_rule", "gated-delta-rule"
+    bits = "depend on where calls cut a sequence, whose chunks of 64 tokens begin with a call, and on nothing else"
     no_plan = "three kernels; chunks of 64 tokens, and the dtype decides the columns of a program of the scan"
     mutates = ("state",)
     collective = False

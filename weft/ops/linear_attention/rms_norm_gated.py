@@ -12,7 +12,7 @@ import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.sequence_chunks import check_columns
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -62,7 +62,7 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     gate    [T, heads * D] of x's dtype; it may be columns of a wider tensor
     weight  [D] of x's dtype
 
-    No backward. ValueError for wrong arguments.
+    A row's bits depend on the row alone. No backward. ValueError for wrong arguments.
     """
     check_like("rms_norm_gated", "x", x, None, FLOATS)
     check_shape("rms_norm_gated", "x", x, ("T", "heads", "D"))
@@ -81,6 +81,7 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
 class RMSNormGated(Op):
     name, alias = "rms_norm_gated", "rms-norm-gated"
+    bits = INVARIANT
     no_plan = "one kernel; a head's size decides how many heads a program takes"
     collective = False
 

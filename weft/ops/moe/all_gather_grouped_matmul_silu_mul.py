@@ -263,6 +263,7 @@ def differentiable(
 
 class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
+    bits = "depend on T, k, the experts, W and the design"
     designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
     variants = ("fp8", "block_fp8", "channel_fp8")

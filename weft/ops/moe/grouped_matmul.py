@@ -43,7 +43,7 @@ from weft.ops.moe.grouped.rule import (
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import ClampedSwiGLU, Schedule
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 
@@ -57,6 +57,10 @@ OWN_SCHEDULE = {"pairs": (0,), "counts": (0,), "tiles": (0,), "tile_count": (), 
 OWN_FEATURES = {"x": (1,), "weight": (0, 2), "scales": (1,), "weight_scales": (0, 1, 2)}
 
 
+TILES_BITS = "depend on T, k, the experts and the design"
+BITS = {"tiles": TILES_BITS, "four_bit": TILES_BITS, "fixed_tiles": INVARIANT}
+
+
 class GroupedOp(MoeOp):
     """sizes of a case: T, k, experts in all, N, K. Without a field ``gather`` rows are gathered.
 
@@ -65,7 +69,7 @@ class GroupedOp(MoeOp):
     """
 
     designs = {"tiles": GroupedTiles, "four_bit": FourBitTiles, "fixed_tiles": FixedTiles}
-    internal = invariant = ("fixed_tiles",)
+    internal = ("fixed_tiles",)
     sizes = ("T", "k", "experts", "N", "K")
     options = ("gather", "block_fp8", "channel_fp8", "four_bit", "invariant")
     dtypes = FLOATS
@@ -412,6 +416,7 @@ def grouped_matmul(
 
 class GroupedMatmul(GroupedOp):
     name, alias = "grouped_matmul", "grouped-gemm"
+    bits = BITS
     gated = False
     public = staticmethod(grouped_matmul)
     variants = ("gather", "block_fp8", "channel_fp8", "four_bit", "invariant")
@@ -480,6 +485,7 @@ def grouped_matmul_silu_mul(
 
 class GroupedMatmulSiluMul(GroupedOp):
     name, alias = "grouped_matmul_silu_mul", "grouped-gemm-silu"
+    bits = BITS
     gated = True
     public = staticmethod(grouped_matmul_silu_mul)
     variants = ("block_fp8", "channel_fp8", "four_bit", "invariant")

@@ -187,6 +187,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     """
 
     name, alias = "grouped_matmul_all_reduce_rms_norm", "moe-ar-rms-norm"
+    bits = "depend on T, k, the experts, W and the design"
     designs = {"in_norm": SumInNorm, "sequential": SumThenNorm}
     sizes = ("T", "k", "H")
     dtypes = FLOATS

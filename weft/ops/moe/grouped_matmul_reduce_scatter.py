@@ -284,6 +284,7 @@ def grouped_matmul_reduce_scatter(
 
 class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
+    bits = "depend on T, k, the experts, W and the design"
     designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
     variants = ("block_fp8", "channel_fp8")

@@ -233,6 +233,7 @@ class MatmulRouteSchedule(MoeOp):
     """sizes of a case: T, H, experts in all, k."""
 
     name, alias = "matmul_route_schedule", "moe-route"
+    bits = "depend on T, the number of experts and the design"
     designs = {"fused": OneLaunch, "split": RouteOfParts, "sequential": ThreeLaunches}
     sizes = ("T", "H", "E", "k")
     dtypes = FLOATS

@@ -41,7 +41,7 @@ from weft.ops.moe.exchange.lamport import DispatchWords, Tokens, gather_fp8_word
 from weft.ops.moe.exchange.pipelined import DispatchPieces, dispatch_pieces
 from weft.ops.moe.exchange.push import dispatch_rows
 from weft.ops.moe.routing import Dispatched, Experts, Routing, check_distinct
-from weft.ops.op import find_op, register
+from weft.ops.op import INVARIANT, find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.team.team import find_team
@@ -132,6 +132,7 @@ class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has each rank's tokens."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
+    bits = f"{INVARIANT}: rows are moved, or put in fp8 each by itself"
     # Tokens of the rank; and only this rank's receive buffers.
     differs = {**dict.fromkeys(("x", "ids", "weights"), (0,)), "kept": ()}
     designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": DispatchWords, "over_nodes": OverNodes}

@@ -23,7 +23,7 @@ from weft.ops.moe.check import check_choices, check_experts
 from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Schedule, check_distinct
-from weft.ops.op import register
+from weft.ops.op import UNCHANGED, register
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -185,6 +185,7 @@ class MoeSchedule(MoeOp):
     """sizes of a case: T, k, experts in all."""
 
     name, alias = "moe_schedule", "moe-schedule"
+    bits = UNCHANGED
     designs = {"lists": Lists}
     sizes = ("T", "k", "experts")
     mutates = ("tickets",)

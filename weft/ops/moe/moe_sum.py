@@ -18,7 +18,7 @@ from weft.ops.moe.check import check_experts, check_routing
 from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -172,9 +172,9 @@ class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
     name, alias = "moe_sum", "moe-sum"
+    bits = INVARIANT
     saves = ("y", "ids", "weights", "shared", "gate")
     no_plan = "one kernel; a program takes a block of a token's columns"
-    invariant = ("kernel",)
     collective = False
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:

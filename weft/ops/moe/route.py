@@ -114,8 +114,8 @@ def route(
     scale        factor of the weights
 
     Among equal scores the lowest expert comes first. NaN counts as less than any number; softmax gives a row with NaN the
-    weights NaN. Gradients flow from the weights to the logits; the choice and the bias have none. ValueError for shapes, dtypes
-    or devices that do not fit.
+    weights NaN. A token's bits depend on its logits, and on whether there are more than 512 tokens. Gradients flow from the
+    weights to the logits; the choice and the bias have none. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "route"
     check_like(op, "logits", logits, None, FLOATS)
@@ -196,6 +196,7 @@ class Route(MoeOp):
     """sizes of a case: T, E, k."""
 
     name = alias = "route"
+    bits = f"depend on whether a call has more than {LONE_TOKENS} tokens, and on nothing else"
     no_plan = "one kernel; a program takes one of few tokens, of many as its registers hold logits of"
     collective = False
 

@@ -18,7 +18,17 @@ from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.gemm.fp8_operands import by_design
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, FP8, GemmCall, check_operands, fp8_scheme, named, product, rotated
+from weft.ops.gemm.gemm_op import (
+    COLUMN_PARALLEL,
+    FP8,
+    OVERLAPPED_BITS,
+    GemmCall,
+    check_operands,
+    fp8_scheme,
+    named,
+    product,
+    rotated,
+)
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
@@ -110,6 +120,7 @@ def all_gather_matmul(
 
 class AllGatherMatmul(Overlapped):
     name, alias = "all_gather_matmul", "ag-gemm"
+    bits = OVERLAPPED_BITS
     saves = ("a_shard", "b")
     designs = {"pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)

@@ -20,13 +20,13 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.gemm import sliced, small_m
 from weft.ops.gemm.fp8_operands import by_design
-from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product
+from weft.ops.gemm.gemm_op import FP8, OVERLAPPED_BITS, ROW_PARALLEL, GemmCall, check_operands, named, product
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
-from weft.ops.op import register
+from weft.ops.op import INVARIANT, register
 from weft.ops.overlap import cases, fused_reduce, sliced_reduce
 from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
@@ -125,7 +125,8 @@ class MatmulAllReduce(Overlapped):
         "over_nodes": ScatterGather,
         "sliced": SlicedReduce,
     }
-    internal, invariant = ("over_nodes", "sliced"), ("sliced",)
+    bits = dict.fromkeys(designs, OVERLAPPED_BITS) | {"sliced": INVARIANT}
+    internal = ("over_nodes", "sliced")
     sums = replicated = ranks_differ_in_k = True
     predict, judged = staticmethod(gemms.gemm_ar), ("sequential", "pipelined", "fused")
     differs = {"a": (1,), "b": (1,)}  # K

@@ -17,7 +17,7 @@ from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product, rotated
+from weft.ops.gemm.gemm_op import FP8, OVERLAPPED_BITS, ROW_PARALLEL, GemmCall, check_operands, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.knobs import counts, flipped, halved, knob
@@ -101,6 +101,7 @@ def matmul_reduce_scatter(
 
 class MatmulReduceScatter(Overlapped):
     name, alias = "matmul_reduce_scatter", "gemm-rs"
+    bits = OVERLAPPED_BITS
     saves = ("a", "b")
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)

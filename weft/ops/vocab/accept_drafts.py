@@ -11,7 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
 
@@ -92,6 +92,7 @@ def accept(chosen: torch.Tensor, rows: torch.Tensor, newest: torch.Tensor, resul
 
 class AcceptDrafts(Op):
     name, alias = "accept_drafts", "accept-drafts"
+    bits = UNCHANGED
     no_plan = "one kernel; a program takes one sequence"
     mutates = ("newest", "results")
 

@@ -25,7 +25,7 @@ from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
-from weft.ops.op import register
+from weft.ops.op import INVARIANT, register
 from weft.ops.registration import FLOATS, check_count, check_flag
 from weft.ops.vocab.sample_argmax import CASES_FIRST, Chunks, LogitsOp
 from weft.runtime.arithmetic import cdiv
@@ -270,6 +270,7 @@ def case_changes(batch: int, vocab: int, draw: Draw) -> LogitChanges:
 
 class AdjustLogits(LogitsOp):
     name, alias = "adjust_logits", "adjust-logits"
+    bits = f"{INVARIANT}: a logit is computed by itself"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Logits, rows and positions, and the changes."""

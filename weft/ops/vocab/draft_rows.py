@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
 
@@ -92,6 +92,7 @@ def rows_of_drafts(first: torch.Tensor, last: torch.Tensor, newest: torch.Tensor
 
 class DraftRowsOp(Op):
     name, alias = "draft_rows", "draft-rows"
+    bits = UNCHANGED
     no_plan = "one kernel; a program takes one sequence"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

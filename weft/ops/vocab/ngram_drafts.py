@@ -12,7 +12,7 @@ import weft.language as wl
 from weft.arguments import check_int
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
 
@@ -116,6 +116,7 @@ def look_up(
 
 class NgramDrafts(Op):
     name, alias = "ngram_drafts", "ngram-drafts"
+    bits = UNCHANGED
     no_plan = "one kernel; a program takes one sequence"
     mutates = ("history",)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import check_count
 from weft.ops.vocab.adjust_logits import LogitChanges, case_changes, check_changes, local_index
 from weft.ops.vocab.sample_argmax import CASES_FIRST
@@ -74,6 +74,7 @@ def note(
 
 class NoteTokens(Op):
     name, alias = "note_tokens", "note-tokens"
+    bits = UNCHANGED
     no_plan = "one kernel; a program takes one token"
     mutates = ("seen", "recent")
 

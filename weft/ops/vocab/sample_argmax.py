@@ -24,7 +24,7 @@ import weft.language as wl
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import FLOATS, check_count
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -295,6 +295,7 @@ def break_rows(logits: torch.Tensor) -> None:
 
 class SampleArgmax(LogitsOp):
     name, alias = "sample_argmax", "sample-argmax"
+    bits = UNCHANGED
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Logits, two of each row equal and the greatest; if sampled, temperatures, seeds and positions.
@@ -381,6 +382,7 @@ register(SAMPLE_ARGMAX)
 
 class JoinArgmax(Op):
     name, alias = "join_argmax", "join-argmax"
+    bits = UNCHANGED
     no_plan = "one kernel; the plan of sample_argmax decides how many pairs a sequence has"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -22,7 +22,7 @@ from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.ops.vocab.sample_argmax import Chunks, LogitsOp, ordered
 from weft.runtime.capabilities import launch_options
@@ -194,6 +194,7 @@ def ordered_keys(x: torch.Tensor) -> torch.Tensor:
 
 class TopPMass(LogitsOp):
     name, alias = "top_p_mass", "top-p-mass"
+    bits = f"{INVARIANT}: masses are integers, whose sums have one value in any order"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Logits, temperatures and top_p; numbers of tokens to keep in place of top_p, 0 for all."""
@@ -288,6 +289,7 @@ register(TOP_P_MASS)
 
 class Narrow(Op):
     name = alias = "narrow"
+    bits = f"{INVARIANT}: sums are of integers"
     no_plan = "one kernel; the plan of top_p_mass decides how many sums a sequence has"
     mutates = ("low", "wanted")
 

@@ -11,7 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import FLOATS, check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -54,8 +54,8 @@ def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> t
 
 class VocabEmbedding(Op):
     name, alias = "vocab_embedding", "vocab-embedding"
+    bits = UNCHANGED
     no_plan = "one kernel; a program copies a block of a row"
-    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Token ids below 3 * rows and the weight of the second third. sizes: tokens, rows, H."""

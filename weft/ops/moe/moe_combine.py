@@ -119,7 +119,7 @@ class MoeCombine(ExchangeOp):
 
     name, alias = "moe_combine", "moe-combine"
     bits = {
-        **dict.fromkeys(("push", "pipelined", "lamport"), "depend on W, the experts of each rank and the design"),
+        **dict.fromkeys(("push", "pipelined", "lamport"), "depend on W and the experts of each rank"),
         **dict.fromkeys(("sum_then_scatter", "over_nodes"), "depend on T, W, the experts of each rank and the design"),
     }
     differs = {"tokens": ()}

@@ -154,7 +154,7 @@ def add_adapters(
     ends      of the P matrices among the N columns, the last one N
     adapters  [T] int32, -1: none
 
-    A @ x is rounded to the dtype of y, as peft does; T and K decide how K is split. No backward. ValueError for shapes, dtypes
+    A @ x is rounded to the dtype of y, as peft does; T, K and P decide how K is split. No backward. ValueError for shapes, dtypes
     or devices that do not fit.
     """
     name = "add_adapters"
@@ -233,7 +233,7 @@ def by_torch(
 
 class AddAdapters(Op):
     name, alias = "add_adapters", "add-adapters"
-    bits = "depend on T and K, which decide how K is split"
+    bits = "depend on T, K and the number of matrices, which decide how K is split"
     no_plan = "two kernels, whose tiles follow from the number of rows and columns"
     mutates = ("y",)
 

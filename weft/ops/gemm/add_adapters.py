@@ -154,8 +154,8 @@ def add_adapters(
     ends      of the P matrices among the N columns, the last one N
     adapters  [T] int32, -1: none
 
-    A @ x is rounded to the dtype of y, as peft does; T, K and P decide how K is split. No backward. ValueError for shapes, dtypes
-    or devices that do not fit.
+    A @ x is rounded to the dtype of y, as peft does; T, K and P decide how K is split. No backward. ValueError for shapes,
+    dtypes or devices that do not fit.
     """
     name = "add_adapters"
     check_like(name, "y", y, None, FLOATS)

@@ -1,4 +1,8 @@
-"""Flags of vLLM: equal ones are spellings, some become words of weft, and the rest are refused with what comes near."""
+"""Flags of vLLM: equal ones are spellings, some become words of weft, and the rest are refused with what comes near.
+
+vllm_flags.txt has the flags that the parser of vLLM 0.26.0's `serve` takes: a name, "value" for one with values, "boolean" for
+one with a form with `--no-`, else "switch", and its short names.
+"""
 
 import re
 from dataclasses import fields
@@ -9,11 +13,13 @@ from typer.testing import CliRunner
 
 from tests.documents import ROOT
 from weft.cli import app, engine_flags, generate, serve, vllm_flags
-from weft.cli.vllm_flags import FLAGS, rewritten
+from weft.cli.vllm_flags import FLAGS, QUANTIZATIONS, rewritten
 from weft.console import WORLD_SIZE
 from weft.engine.config import EngineConfig
 from weft.engine.runner import cache_budget
+from weft.models.quantization import MADE
 
+ALL_OF_VLLM = [line.split() for line in (ROOT / "tests" / "cli" / "vllm_flags.txt").read_text().splitlines()]
 OPTIONS = {one.name for kind in (serve.ServeFlags, generate.GenerateFlags) for one in fields(kind)}
 # Flags and values as they stand in public launch scripts of `vllm serve`, and what is left of them.
 SCRIPTS = [
@@ -42,6 +48,13 @@ SCRIPTS = [
     ),
     ("M --seed 42 --block-size 16 -pp 2 --load-format dummy", "M --seed 42 --block-size 16 -pp 2 --dummy-weights"),
     ("M --enable-lora --max-loras 4 --lora-modules sql=a --lora-modules b=c", "M --lora sql=a --lora b=c"),
+    ("M --lora-modules sql=a b=c --max-cpu-loras 2", "M --lora sql=a --lora b=c"),
+    ("M -q fp8 -ep", "M --quantization fp8 --expert-layout whole"),
+    ("M -q --port 1", "M -q --port 1"),
+    (
+        "M --no-enable-expert-parallel --no-enforce-eager --no-enable-log-requests --mm-processor-cache-gb 0 -dp 1 -sc {}",
+        "M --expert-layout slices --speculative-config {}",
+    ),
     ("M --language-model-only --disable-fastapi-docs --prefix-caching-hash-algo sha256 --port 1", "M --port 1"),
     ("M --prompt=--swap-space -- --swap-space 4", "M --prompt=--swap-space -- --swap-space 4"),
 ]
@@ -58,16 +71,27 @@ REFUSED = {
     "--uds /tmp/x": "--uds /tmp/x is a flag of vLLM that weft has not: --host and --port come near",
     "--enable-log-requests": "weft has not: requests are not logged; /metrics counts them",
     "--revision main": "weft has not: MODEL@REVISION comes near",
+    "--mamba-cache-dtype bfloat16": "weft has not: states of gated delta nets stay in fp32",
+    "--lora-dtype float16": "weft has not: adapters have the dtype of the computation",
+    "--kv-cache-metrics": "weft has not: /metrics comes near",
+    "--no-async-scheduling": "--no-async-scheduling is a flag of vLLM that weft has not: the host always runs",
+    "--compilation_config.mode 3": "--compilation-config.mode 3 is a flag of vLLM that weft has not: Triton compiles",
+    "--speculative-config.method ngram": "weft has not: pass --speculative-config as JSON",
+    "-O3": "-O 3 is a flag of vLLM that weft has not: Triton compiles",
 }
+
+
+def options_of(command):
+    """Options of a command, by each of their spellings."""
+    params = typer.main.get_command(app).commands[command].params
+    return {name: one for one in params for name in (*one.opts, *one.secondary_opts) if name.startswith("-")}
 
 
 @pytest.mark.parametrize(("script", "left"), SCRIPTS)
 def test_flags_of_launch_scripts_are_taken_as_weft_has_them(script, left):
     assert rewritten(script.split()) == left.split()
-    command = typer.main.get_command(app).commands["serve"]
-    known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
     if "--prompt" not in script:
-        assert {word.partition("=")[0] for word in left.split() if word.startswith("-")} <= known
+        assert {word.partition("=")[0] for word in left.split() if word.startswith("-")} <= {*options_of("serve"), "-q"}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -85,13 +109,35 @@ def test_each_flag_stands_once_and_spells_an_option_that_is_there():
         assert flag.field is None or flag.field in OPTIONS, flag
         assert flag.field is None or flag.words is None
     assert {*vllm_flags.spellings("world_size")} < {*WORLD_SIZE}
+    assert {*QUANTIZATIONS} == {*MADE}
+    for command in ("serve", "generate"):
+        rewrites = {name for flag in FLAGS if flag.field is None and command in flag.commands for name in flag.names}
+        assert rewrites & {*options_of(command)} <= {"--kv-cache-dtype"}
+
+
+def test_every_flag_of_vllm_s_server_is_taken_or_refused_by_its_name():
+    """So none reaches the parser of weft's options unknown, which would name options that look alike."""
+    known, by_name = options_of("serve"), {name: flag for flag in FLAGS for name in flag.names}
+    assert len(ALL_OF_VLLM) == 274
+    for first, kind, *short in ALL_OF_VLLM:
+        spelled = [[name, "VALUE"] if kind == "value" else [name] for name in (first, *short) if name != "-q"]
+        spelled += [[f"--no-{first[2:]}"]] if kind == "boolean" else []
+        for words in spelled:
+            try:
+                left = rewritten(words)
+            except ValueError as error:
+                given, why = str(error).split(" is a flag of vLLM that weft has not: ")
+                assert given == " ".join(words) and why
+                continue
+            assert {word for word in left if word.startswith("-")} <= {*known}, words
+            if left == words:
+                assert known[words[0]].is_flag == (kind != "value"), words
+        if first in by_name:
+            assert by_name[first].valued == (kind == "value"), first
 
 
 def test_every_flag_that_the_messages_name_is_weft_s():
-    known = set()
-    for name in ("serve", "generate"):
-        command = typer.main.get_command(app).commands[name]
-        known |= {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    known = {*options_of("serve"), *options_of("generate")}
     for flag in FLAGS:
         for named in re.findall(r"(?<![\w-])(?:--[a-z-]+|-[a-z]+)", flag.note):
             assert named in {*known, "-v", "-vv", "-q"}, (flag.names, named)

@@ -14,7 +14,8 @@ try:  # an interrupt while these load
     from weft.bench.serving.command import command as bench_serve
     from weft.check.command import command as check
     from weft.cli import doctor, generate, serve
-    from weft.cli.vllm_flags import COMMANDS, rewritten
+    from weft.cli.vllm_flags import rewritten
+    from weft.cli.vllm_table import COMMANDS
     from weft.console import Commands, logged, one_line_errors, single_valued
     from weft.predict.command import predict
     from weft.predict.plan_command import command as plan

@@ -1,0 +1,491 @@
+"""Table of vLLM's flags: spellings of weft's, flags that become words, and ones that weft lacks.
+
+All flags of vLLM 0.26's `serve` are here or have weft's names (tests/cli/vllm_flags.txt), and some of earlier versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+COMMANDS = "generate", "serve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of vLLM.
+
+    names   its spellings
+    field   option of a command whose meaning is equal: its flag has these spellings too; None: there is none
+    words   command-line words of weft for its value, "" for one without; None: no words stand for this value
+    values  the only values that have words; (): all, or none
+    negated  words for its form with `--no-`; None: no words stand for it
+    valued  a value follows it
+    many    further values may follow, each with an equals sign
+    commands  that take it
+    note    on its meaning; with neither a field nor words for a value, the rest of the message that refuses it
+    """
+
+    names: tuple[str, ...]
+    field: str | None = None
+    words: Callable[[str], list[str] | None] | None = None
+    values: tuple[str, ...] = ()
+    negated: tuple[str, ...] | None = None
+    valued: bool = True
+    many: bool = False
+    commands: tuple[str, ...] = COMMANDS
+    note: str = ""
+
+
+def _same(field: str, *names: str, note: str = "") -> Flag:
+    return Flag(names=names, field=field, note=note)
+
+
+def _nothing(
+    *names: str,
+    note: str,
+    valued: bool = False,
+    values: Sequence[str] = (),
+    negated: tuple[str, ...] | None = None,
+) -> Flag:
+    """A flag that asks for what weft does anyway; with `values` by one of these."""
+    return Flag(
+        names=names,
+        words=lambda value: [] if not values or value in values else None,
+        values=tuple(values),
+        negated=negated,
+        valued=valued or bool(values),
+        note=note,
+    )
+
+
+def _becomes(*names: str, words: Sequence[str], negated: tuple[str, ...]) -> Flag:
+    return Flag(names=names, words=lambda value: [*words], negated=negated, valued=False)
+
+
+def _by_value(*names: str, words: dict[str, list[str]], note: str) -> Flag:
+    return Flag(names=names, words=words.get, values=tuple(words), note=note)
+
+
+def _lacking(*names: str, near: str, valued: bool = True) -> Flag:
+    """A flag that weft lacks; the form of a switch with `--no-` asks for what weft does."""
+    return Flag(names=names, negated=None if valued else (), valued=valued, note=near)
+
+
+TEXT_ONLY = "none: weft serves text"
+NOT_LOGGED = "none: requests are not logged; /metrics counts them"
+A_SERVER_EACH = "none: start a server per group of GPUs, and a proxy before them"
+THE_PLAN = "none: the plan of a step chooses (weft doctor, -vv)"
+NO_CLASSES = "none: weft runs no classes of other packages"
+STATES = "none: states of gated delta nets stay in fp32"
+ADAPTERS = "none: docs/lora.md says which adapters are read"
+FLAGS = (
+    _same("max_batch", "--max-num-seqs"),
+    _same("chunk_tokens", "--max-num-batched-tokens", note="prompt tokens of a step; vLLM counts decoded ones too"),
+    _same("max_seq_len", "--max-model-len"),
+    _same("world_size", "--tensor-parallel-size", "-tp"),
+    _same("pipeline_parallel", "--pipeline-parallel-size", "-pp"),
+    _same("page_size", "--block-size"),
+    _same(
+        "gpu_memory_utilization",
+        "--gpu-memory-utilization",
+        note="a share of the whole GPU; --memory-fraction is of what is free once the weights are there",
+    ),
+    _same("dtype", "--dtype"),
+    _same(
+        "quantization", "--quantization", note="also -q before one of weft's formats; elsewhere -q is weft's --quiet"
+    ),
+    _same("speculative_config", "--speculative-config"),
+    _same("seed", "--seed"),
+    _same("served_model_name", "--served-model-name", note="one name"),
+    _same("tool_call_parser", "--tool-call-parser", note="without it, by the chat template"),
+    _same("reasoning_parser", "--reasoning-parser", note="without it, by the chat template"),
+    _same("host", "--host"),
+    _same("port", "--port"),
+    _same("api_key", "--api-key", note="one key"),
+    _same("keep_alive", "--timeout-keep-alive"),
+    Flag(
+        names=("--model",), words=lambda value: [value], note="the argument MODEL of `weft serve`", commands=("serve",)
+    ),
+    Flag(names=("-sc",), words=lambda value: ["--speculative-config", value], note="--speculative-config"),
+    Flag(
+        names=("--kv-cache-dtype",),
+        words=lambda value: ["--kv-cache-dtype", "fp8" if value == "fp8_e4m3" else value],
+        note="fp8_e4m3 is weft's fp8",
+    ),
+    _becomes("--enforce-eager", words=["--no-cuda-graph"], negated=()),
+    _becomes(
+        "--enable-expert-parallel",
+        "-ep",
+        words=["--expert-layout", "whole"],
+        negated=("--expert-layout", "slices"),
+    ),
+    _by_value(
+        "--load-format",
+        words={"auto": [], "safetensors": [], "dummy": ["--dummy-weights"]},
+        note="weft reads safetensors; dummy is --dummy-weights, with a name such as qwen3-32b as MODEL",
+    ),
+    _by_value(
+        "--decode-context-parallel-size",
+        "-dcp",
+        words={"1": []},
+        note="--context-parallel comes near: it spreads the KV cache over all ranks",
+    ),
+    _by_value(
+        "--prefill-context-parallel-size",
+        "-pcp",
+        words={"1": []},
+        note="--world-size comes near: all ranks read a prompt",
+    ),
+    _lacking(
+        "--dcp-comm-backend",
+        "--dcp-kv-cache-interleave-size",
+        "--cp-kv-cache-interleave-size",
+        near="--context-parallel comes near: it spreads the KV cache by pages",
+    ),
+    _by_value("--data-parallel-size", "-dp", "--data-parallel-size-local", "-dpl", words={"1": []}, note=A_SERVER_EACH),
+    _by_value(
+        "--swap-space",
+        words={"0": []},
+        note="none: a preempted request is computed again, and no cache goes to the host",
+    ),
+    _by_value(
+        "--cpu-offload-gb",
+        "--offload-group-size",
+        words={"0": []},
+        note="none: weights stay on the GPUs; --quantization makes them smaller",
+    ),
+    _by_value(
+        "--generation-config",
+        words={"auto": []},
+        note="none: generation_config.json of the checkpoint applies; edit it, or send the fields with each request",
+    ),
+    _nothing(
+        "--enable-auto-tool-choice", note="tools are parsed where a request has some, unless --tool-call-parser is none"
+    ),
+    _nothing("--trust-remote-code", note="weft runs no code of a checkpoint", negated=()),
+    _nothing("--enable-chunked-prefill", note="prompts are always read in chunks"),
+    _nothing("--enable-reasoning", note="reasoning is parsed by the chat template, or by --reasoning-parser"),
+    _nothing("--language-model-only", note="weft serves text", negated=()),
+    _nothing("--disable-fastapi-docs", note="there are none"),
+    _nothing("--max-seq-len-to-capture", valued=True, note="graphs are of all lengths"),
+    _nothing("--prefix-caching-hash-algo", values=("sha256", "sha256_cbor"), note="none: it is SHA-256"),
+    _nothing("--async-scheduling", note="the host always runs a step ahead"),
+    _nothing(
+        "--disable-log-requests",
+        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
+        note="requests are not logged; /metrics counts them",
+    ),
+    _nothing("--disable-access-log-for-endpoints", valued=True, note="requests are not logged"),
+    _nothing("--exclude-tools-when-tool-choice-none", note="tool_choice none leaves the tools out"),
+    _nothing("--disable-cascade-attn", note="no attention reads a shared prefix apart"),
+    _nothing("--scheduler-reserve-full-isl", note="a prompt is begun once the KV cache has room for all of it"),
+    _nothing("--use-tqdm-on-load", note="a terminal shows progress; -q comes near"),
+    _nothing("--tokenizer-mode", values=("auto",), note="tokenizer.json of the checkpoint is used"),
+    _nothing("--config-format", values=("auto", "hf"), note="config.json of the checkpoint is used"),
+    _nothing(
+        "--distributed-executor-backend",
+        values=("mp",),
+        note="none: a process per GPU on this machine, and torchrun between machines (docs/nodes-launch.md)",
+    ),
+    _nothing("--scheduling-policy", values=("fcfs",), note="none: requests are admitted in order"),
+    _nothing("--max-logprobs", values=("20",), note="none: up to 20"),
+    _nothing(
+        "--logprobs-mode", values=("raw_logprobs",), note="none: they are the model's, before penalties and temperature"
+    ),
+    _nothing("--response-role", values=("assistant",), note="none: it is assistant"),
+    _nothing("--runner", "--task", values=("auto", "generate", "pooling", "embed"), note="all paths are served"),
+    _nothing("--convert", values=("auto", "none", "embed"), note="none: /v1/embeddings gives vectors, and no classes"),
+    _nothing("--fingerprint-mode", values=("none",), note="none: answers have no system_fingerprint"),
+    _nothing("--performance-mode", values=("balanced",), note="none: `weft plan` chooses options for a load"),
+    _nothing("--shutdown-timeout", values=("0",), note="none: a signal ends running answers"),
+    _nothing("--stream-interval", values=("1",), note="none: text goes out when it is there"),
+    _nothing("--api-server-count", "-asc", values=("1",), note="none: one process answers HTTP"),
+    _nothing("--renderer-num-workers", values=("1",), note="none: one process renders chat templates"),
+    _nothing("--mm-processor-cache-gb", values=("0",), note=TEXT_ONLY),
+    _nothing("--mamba-cache-dtype", values=("auto",), note=STATES),
+    _nothing("--mamba-ssm-cache-dtype", values=("auto", "float32"), note=STATES),
+    _nothing("--moe-backend", "--linear-backend", values=("auto",), note=THE_PLAN),
+    _nothing("--chat-template-content-format", values=("auto", "string"), note="none: a template gets text"),
+    _nothing("--model-impl", values=("auto",), note="none: docs/models.md lists what weft runs"),
+    _nothing("--enable-lora", note="--lora NAME=DIR gives an adapter", negated=()),
+    Flag(
+        names=("--lora-modules",),
+        words=lambda value: None if value.startswith("{") else ["--lora", value],
+        many=True,
+        commands=("serve",),
+        note="--lora NAME=DIR, once for each adapter",
+    ),
+    _nothing(
+        "--max-loras",
+        "--max-lora-rank",
+        "--max-cpu-loras",
+        valued=True,
+        note="all adapters of --lora stay on the GPUs, ranks up to 64",
+    ),
+    _nothing("--fully-sharded-loras", note="adapters are cut over the ranks as their matrices are", negated=()),
+    _nothing("--lora-dtype", values=("auto",), note="none: adapters have the dtype of the computation"),
+    _lacking("--tokenizer", near="none: put tokenizer.json into the checkpoint's directory"),
+    _lacking("--chat-template", near="none: put chat_template.jinja into the checkpoint's directory"),
+    _lacking("--trust-request-chat-template", valued=False, near="none: a request gives no template"),
+    _lacking("--default-chat-template-kwargs", near="none: send chat_template_kwargs with each request"),
+    _lacking(
+        "--skip-tokenizer-init",
+        "--tokens-only",
+        valued=False,
+        near="none: requests may have token ids, and get them by return_token_ids",
+    ),
+    _lacking("--enable-tokenizer-info-endpoint", valued=False, near="none: there are /tokenize and /detokenize"),
+    _lacking("--enable-prompt-embeds", valued=False, near="none: a prompt is text or token ids"),
+    _lacking("--enable-return-routed-experts", valued=False, near="none: answers have text, token ids and logprobs"),
+    _lacking("--hf-token", near="none: `hf download` takes it"),
+    _lacking("--tokenizer-revision", "--code-revision", "--hf-config-path", near="MODEL@REVISION comes near"),
+    _lacking("--model-class-overrides", near="none: docs/models.md lists what weft runs"),
+    _lacking(
+        "--model-loader-extra-config",
+        "--safetensors-load-strategy",
+        "--safetensors-prefetch-num-threads",
+        "--safetensors-prefetch-block-size",
+        "--max-parallel-loading-workers",
+        near="none: each rank reads its slices",
+    ),
+    _lacking("--pt-load-map-location", near="none: weft reads safetensors"),
+    _lacking("--revision", near="MODEL@REVISION comes near"),
+    _lacking(
+        "--download-dir",
+        "--ignore-patterns",
+        near="none: weft downloads nothing, and reads the cache of `hf download`",
+    ),
+    _lacking("--hf-overrides", "--rope-scaling", "--rope-theta", near="none: edit config.json in a copy"),
+    _lacking("--override-generation-config", near="none: edit generation_config.json, or send fields with a request"),
+    _lacking("--allow-deprecated-quantization", valued=False, near="none: docs/quantization.md lists the formats"),
+    _lacking("--quantization-config", near="--quantization comes near"),
+    _lacking("--kv-cache-dtype-skip-layers", near="none: --kv-cache-dtype is of all layers"),
+    _lacking("--override-attention-dtype", near="none: attention has the dtype of --dtype"),
+    _lacking("--pooler-config", near="none: 1_Pooling/config.json of the checkpoint says it, or pooling of a request"),
+    _lacking("--logits-processors", near="none: logit_bias, bad_words and allowed_token_ids of a request come near"),
+    _lacking("--io-processor-plugin", "--scheduler-cls", "--worker-cls", "--worker-extension-cls", near=NO_CLASSES),
+    _lacking("--additional-config", near="none: it is for platforms that weft does not run on"),
+    _lacking("--use-fp64-gumbel", valued=False, near="none: sampling is in fp32"),
+    _lacking("--diffusion-config", "-dc", near="none: docs/models.md lists what weft runs"),
+    _lacking("--no-enable-chunked-prefill", valued=False, near="none: raise --chunk-tokens to the longest prompt"),
+    _lacking("--long-prefill-token-threshold", near="--chunk-tokens comes near"),
+    _lacking("--max-num-scheduled-tokens", near="--max-num-batched-tokens comes near"),
+    _lacking("--prefill-schedule-interval", near="--chunk-tokens comes near"),
+    _lacking("--watermark", near="none: a prompt is begun where running requests keep a page each to grow"),
+    _lacking("--num-gpu-blocks-override", near="--gpu-memory-utilization comes near"),
+    _lacking("--kv-cache-memory-bytes", near="--memory-fraction comes near"),
+    _lacking("--kv-offloading-size", "--kv-offloading-backend", near="none: no cache goes to the host"),
+    _lacking(
+        "--offload-backend",
+        "--offload-num-in-group",
+        "--offload-prefetch-step",
+        "--offload-params",
+        "--cpu-offload-params",
+        near="none: weights stay on the GPUs; --quantization makes them smaller",
+    ),
+    _lacking("--calculate-kv-scales", valued=False, near="none: scales of an fp8 cache are the checkpoint's, else 1"),
+    _lacking("--kv-sharing-fast-prefill", valued=False, near="none: a prompt passes all layers"),
+    _lacking("--disable-hybrid-kv-cache-manager", valued=False, near="none: layers with windows free their old pages"),
+    _lacking("--prefix-match-unit", near="--page-size comes near: prompts share whole pages"),
+    _lacking("--mamba-cache-mode", near="--state-snapshot-tokens and --no-prefix-caching come near"),
+    _lacking("--enable-mamba-cache-stochastic-rounding", valued=False, near=STATES),
+    _lacking("--mamba-cache-philox-rounds", near=STATES),
+    _lacking("--disable-sliding-window", valued=False, near="none: --max-seq-len below the window comes near"),
+    _lacking("--max-num-partial-prefills", "--max-long-partial-prefills", near="--chunk-tokens comes near"),
+    _lacking(
+        "--speculative-model",
+        "--num-speculative-tokens",
+        "--spec-method",
+        "--spec-model",
+        "--spec-tokens",
+        near="--speculative-config comes near",
+    ),
+    _lacking("--preemption-mode", near="none: a preempted request is computed again"),
+    _lacking("--guided-decoding-backend", "--structured-outputs-config", near="none: llguidance compiles grammars"),
+    _lacking("--reasoning-config", near="--reasoning-parser comes near, and thinking_token_budget of a request"),
+    _lacking(
+        "--compilation-config",
+        "-cc",
+        "--optimization-level",
+        "-O",
+        near="none: Triton compiles what a model needs; --no-warm-up captures late",
+    ),
+    _lacking("--cuda-graph-sizes", "--cudagraph-capture-sizes", near="none: sizes follow --max-batch"),
+    _lacking("--max-cudagraph-capture-size", near="--max-batch comes near: sizes follow it"),
+    _lacking("--disable-custom-all-reduce", valued=False, near="--mode reference comes near: torch and NCCL"),
+    _lacking(
+        "--attention-backend",
+        "--attention-config",
+        "-ac",
+        "--mamba-backend",
+        "--gdn-prefill-backend",
+        "--all2all-backend",
+        "--kernel-config",
+        "--ir-op-priority",
+        near=THE_PLAN,
+    ),
+    _lacking("--enable-bf16x3-router-gemm", valued=False, near=THE_PLAN),
+    _lacking("--enable-flashinfer-autotune", valued=False, near="--tune comes near"),
+    _lacking("--uvicorn-log-level", "--max-log-len", near="-v, -vv and -q come near"),
+    _lacking(
+        "--limit-mm-per-prompt",
+        "--mm-processor-kwargs",
+        "--media-io-kwargs",
+        "--allowed-local-media-path",
+        "--allowed-media-domains",
+        "--mm-processor-cache-type",
+        "--mm-shm-cache-max-object-size-mb",
+        "--mm-encoder-tp-mode",
+        "--mm-encoder-attn-backend",
+        "--mm-encoder-attn-dtype",
+        "--mm-encoder-fp8-scale-path",
+        "--mm-encoder-fp8-scale-save-path",
+        "--mm-encoder-fp8-scale-save-margin",
+        "--mm-tensor-ipc",
+        "--mm-ipc-gpu-memory-gb",
+        "--video-pruning-rate",
+        "--ec-transfer-config",
+        "--default-mm-loras",
+        near=TEXT_ONLY,
+    ),
+    _lacking(
+        "--enable-mm-embeds",
+        "--mm-encoder-only",
+        "--interleave-mm-strings",
+        "--skip-mm-profiling",
+        "--disable-chunked-mm-input",
+        "--enable-tower-connector-lora",
+        valued=False,
+        near=TEXT_ONLY,
+    ),
+    _lacking("--lora-target-modules", near=ADAPTERS),
+    _lacking(
+        "--specialize-active-lora",
+        "--enable-mixed-moe-lora-format",
+        "--enable-moe-shared-loras",
+        valued=False,
+        near=ADAPTERS,
+    ),
+    _lacking(
+        "--ssl-keyfile",
+        "--ssl-certfile",
+        "--ssl-ca-certs",
+        "--ssl-cert-reqs",
+        "--ssl-ciphers",
+        near="none: put a proxy with TLS before the server",
+    ),
+    _lacking("--enable-ssl-refresh", valued=False, near="none: put a proxy with TLS before the server"),
+    _lacking(
+        "--root-path",
+        "--allowed-origins",
+        "--allowed-methods",
+        "--allowed-headers",
+        "--middleware",
+        near="none: a proxy before the server sets them",
+    ),
+    _lacking("--allow-credentials", valued=False, near="none: a proxy before the server sets them"),
+    _lacking("--h11-max-incomplete-event-size", near="--max-body-bytes comes near"),
+    _lacking("--h11-max-header-count", near="none: a proxy before the server limits headers"),
+    _lacking("--enable-offline-docs", valued=False, near="none: the server has no pages of docs"),
+    _lacking("--grpc", valued=False, near="none: the server talks HTTP"),
+    _lacking("--uds", near="--host and --port come near"),
+    _lacking("--log-config-file", near="-v and -vv come near"),
+    _lacking("--enable-log-requests", "--enable-log-outputs", "--enable-log-deltas", valued=False, near=NOT_LOGGED),
+    _lacking("--log-error-stack", valued=False, near="none: the log has the stack of the server's own errors"),
+    _lacking("--fingerprint-value", near="none: answers have no system_fingerprint"),
+    _lacking("--enable-server-load-tracking", valued=False, near="/metrics comes near (Prometheus)"),
+    _lacking("--enable-request-id-headers", valued=False, near="none: an answer has its id"),
+    _lacking("--enable-prompt-tokens-details", valued=False, near="none: /metrics counts cached tokens"),
+    _lacking("--enable-force-include-usage", valued=False, near="none: send stream_options.include_usage"),
+    _lacking("--return-tokens-as-token-ids", valued=False, near="none: send return_token_ids"),
+    _lacking(
+        "--tool-parser-plugin", "--reasoning-parser-plugin", near="--tool-call-parser and --reasoning-parser come near"
+    ),
+    _lacking("--tool-server", near="none: clients run tools"),
+    _lacking("--enable-flash-late-interaction", valued=False, near="none: there is no path that scores pairs of texts"),
+    _lacking("--enable-sleep-mode", valued=False, near="none: end the server, and start it again"),
+    _lacking("--weight-transfer-config", near="none: end the server, and start it again"),
+    _lacking("--enable-cumem-allocator", valued=False, near="none: weft keeps memory until the server ends"),
+    _lacking(
+        "--data-parallel-rank",
+        "-dpn",
+        "--data-parallel-start-rank",
+        "-dpr",
+        "--data-parallel-address",
+        "-dpa",
+        "--data-parallel-rpc-port",
+        "-dpp",
+        "--data-parallel-backend",
+        "-dpb",
+        "--data-parallel-supervisor-port",
+        "--dp-supervisor-probe-interval-s",
+        "--dp-supervisor-probe-timeout-s",
+        "--dp-supervisor-probe-failure-threshold",
+        near=A_SERVER_EACH,
+    ),
+    _lacking(
+        "--data-parallel-hybrid-lb",
+        "-dph",
+        "--data-parallel-external-lb",
+        "-dpe",
+        "--data-parallel-multi-port-external-lb",
+        "-dpm",
+        "--disable-nccl-for-dp-synchronization",
+        "--headless",
+        "--aggregate-engine-logging",
+        valued=False,
+        near=A_SERVER_EACH,
+    ),
+    _lacking(
+        "--nnodes",
+        "-n",
+        "--node-rank",
+        "-r",
+        "--master-addr",
+        "--master-port",
+        near="torchrun comes near (docs/nodes-launch.md)",
+    ),
+    _lacking("--ray-workers-use-nsight", valued=False, near="none: weft starts no Ray"),
+    _lacking("--device-ids", near="none: set CUDA_VISIBLE_DEVICES for the server"),
+    _lacking("--numa-bind", valued=False, near="none: numactl before the command comes near"),
+    _lacking("--numa-bind-nodes", "--numa-bind-cpus", near="none: numactl before the command comes near"),
+    _lacking(
+        "--distributed-timeout-seconds",
+        "--cpu-distributed-timeout-seconds",
+        near="none: a rank that ends is noticed by its process's end",
+    ),
+    _lacking("--fail-on-environ-validation", valued=False, near="none: weft checks no environment variables"),
+    _lacking("--enable-eplb", "--enable-elastic-ep", valued=False, near="none: --expert-layout comes near"),
+    _lacking("--eplb-config", "--expert-placement-strategy", near="none: --expert-layout comes near"),
+    _lacking("--enable-ep-weight-filter", valued=False, near="none: each rank reads its experts alone"),
+    _lacking("--enable-dbo", valued=False, near="none: kernels of a step talk and compute at once; see --mode"),
+    _lacking(
+        "--ubatch-size",
+        "--dbo-decode-token-threshold",
+        "--dbo-prefill-token-threshold",
+        near="none: kernels of a step talk and compute at once; see --mode",
+    ),
+    _lacking("--kv-transfer-config", "--kv-events-config", near="none: prompts are read where they are answered"),
+    _lacking(
+        "--otlp-traces-endpoint",
+        "--collect-detailed-traces",
+        "--show-hidden-metrics-for-version",
+        "--kv-cache-metrics-sample",
+        near="/metrics comes near (Prometheus)",
+    ),
+    _lacking(
+        "--kv-cache-metrics",
+        "--cudagraph-metrics",
+        "--enable-mfu-metrics",
+        "--enable-per-request-metrics",
+        valued=False,
+        near="/metrics comes near (Prometheus)",
+    ),
+    _lacking("--enable-logging-iteration-details", "--jit-monitor-verbose", valued=False, near="-v and -vv come near"),
+    _lacking("--jit-monitor-mode", near="-v and -vv come near"),
+    _lacking("--enable-layerwise-nvtx-tracing", valued=False, near="weft.trace comes near (docs/trace.md)"),
+    _lacking("--profiler-config", near="weft.trace comes near (docs/trace.md)"),
+    _lacking("--config", near="none: write the flags out"),
+)

@@ -1,7 +1,10 @@
 """The begin and the end of a server: it runs a request before it listens, and an error of a rank ends it."""
 
 import asyncio
+import os
+import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,11 @@ import pytest
 import weft
 from tests.limits import ANSWER
 from tests.serve.conftest import serving, until
+from tests.spawning import launch_two
+from weft.engine import Load, Piece, async_llm, loop
 from weft.engine.config import EngineConfig
+
+HELD = 60
 
 
 def test_an_error_of_the_engine_ends_streams_and_the_server(directory, monkeypatch):
@@ -33,6 +40,12 @@ def test_an_error_of_the_engine_ends_streams_and_the_server(directory, monkeypat
     assert str(served.llm.error) == "a GPU fell off"
 
 
+def ask(url, max_tokens=4):
+    import httpx
+
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "123+456=", "max_tokens": max_tokens}, timeout=ANSWER)
+
+
 def test_a_server_restarts_its_ranks_once(directory, monkeypatch):
     import httpx
 
@@ -44,9 +57,6 @@ def test_a_server_restarts_its_ranks_once(directory, monkeypatch):
         return step(engine)
 
     monkeypatch.setattr(weft.Engine, "step", step_or_fail)
-
-    def ask(url):
-        return httpx.post(f"{url}/v1/completions", json={"prompt": "123+456=", "max_tokens": 4}, timeout=ANSWER)
 
     with serving(directory, world_size=1, restart=True) as served:
         failing.append(True)
@@ -60,6 +70,62 @@ def test_a_server_restarts_its_ranks_once(directory, monkeypatch):
         assert ask(served.url).status_code == 500
         until(lambda: not served.thread.is_alive())
     assert str(served.llm.error) == "a GPU fell off"
+
+
+class PromptEngine:
+    """Engine of a rank in a process without a GPU: it answers each request with 579, and those of HELD tokens never."""
+
+    has_work, load, captures_left = False, Load(), 0
+
+    def __init__(self, source, team, config, progress, warm_up_progress):
+        self.asked = []
+
+    def submit(self, prompt, params, number):
+        self.asked += [number] if params.max_tokens < HELD else []
+        self.has_work = bool(self.asked)
+
+    def cancel(self, number):
+        """No request is kept."""
+
+    def settle(self):
+        """No step is in flight."""
+
+    def against_plan(self):
+        return []
+
+    def step(self):
+        pieces = [Piece(number, "579", 0, "length") for number in self.asked]
+        self.asked, self.has_work = [], False
+        return pieces
+
+
+@pytest.mark.sweep  # 10 s of a core: four processes load torch
+def test_a_server_restarts_its_ranks_once_when_the_process_of_one_is_killed(directory, monkeypatch):
+    import httpx
+
+    monkeypatch.setattr(async_llm, "VirtualRanks", loop.Processes)
+    monkeypatch.setattr(async_llm, "Engine", PromptEngine)
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
+
+    def kill(rank):
+        os.kill(served.llm._ranks._started[rank].pid, signal.SIGKILL)
+
+    with serving(directory, restart=True) as served, ThreadPoolExecutor(1) as beside:
+        assert ask(served.url).json()["choices"][0]["text"] == "579"
+        first = served.llm._ranks._started
+        running = beside.submit(ask, served.url, HELD)
+        until(lambda: served.llm._requests)
+        kill(1)
+        until(lambda: served.llm.error is not None)
+        for refused in (running.result(timeout=ANSWER), ask(served.url)):
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "restarting"
+            assert refused.headers["Retry-After"]
+        until(lambda: httpx.get(f"{served.url}/health").status_code == 200)
+        assert ask(served.url).json()["choices"][0]["text"] == "579"
+        assert [process.is_alive() for process in first] == [False, False]
+        kill(0)
+        until(lambda: not served.thread.is_alive())
+    assert str(served.llm.error).startswith("rank 0: its process died without a message (killed")
 
 
 def test_a_server_that_listens_has_run_a_request_and_counts_none(directory):

@@ -5,7 +5,7 @@
 
 The server has the model of tests/serve/talking.py, which adds. Needs fastapi, uvicorn, prometheus-client, llguidance, openai.
 Exit status 0 and a line with the number of requests of each kind, if all answers are right and the server ends with status 0;
-else the end of its log.
+else the end of its log. Ctrl-C and SIGTERM end the server too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90, help="no request begins later")
     parser.add_argument("--at-once", type=int, default=16)
     chosen = parser.parse_args()
+    # So that SIGTERM, as of `timeout`, unwinds to where the server is ended, which has a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         soak(chosen, talking.write(Path(folder) / "adder"))
 

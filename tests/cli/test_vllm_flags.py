@@ -51,6 +51,8 @@ SCRIPTS = [
     ("M --lora-modules sql=a b=c --max-cpu-loras 2", "M --lora sql=a --lora b=c"),
     ("M -q fp8 -ep", "M --quantization fp8 --expert-layout whole"),
     ("M -q --port 1", "M -q --port 1"),
+    ("M --max-model-len 1.5k --max-num-batched-tokens=8K", "M --max-model-len 1500 --max-num-batched-tokens=8192"),
+    ("M --dtype half --max-model-len 1.5K --port 16k", "M --dtype float16 --max-model-len 1.5K --port 16k"),
     (
         "M --no-enable-expert-parallel --no-enforce-eager --no-enable-log-requests --mm-processor-cache-gb 0 -dp 1 -sc {}",
         "M --expert-layout slices --speculative-config {}",

@@ -37,7 +37,10 @@ def rewritten(words: Sequence[str], command: str = "serve") -> list[str]:
         base = name.partition(".")[0]
         flag = _BY_NAME.get(base) or _NEGATED.get(base)
         if flag is None or (flag.field is not None and name == base) or command not in flag.commands:
-            result.append(name + equals + value)
+            spelled = str if flag is None else flag.spelled
+            result.append(name + equals + spelled(value))
+            if not equals and words:
+                words[0] = spelled(words[0])
             continue
         if flag.valued and not equals and words:
             value = words.pop(0)

@@ -5,6 +5,7 @@ All flags of vLLM 0.26's `serve` are here or have weft's names (tests/cli/vllm_f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ class Flag:
 
     names   its spellings
     field   option of a command whose meaning is equal: its flag has these spellings too; None: there is none
+    spelled  value of the option for a value of vLLM's
     words   command-line words of weft for its value, "" for one without; None: no words stand for this value
     values  the only values that have words; (): all, or none
     negated  words for its form with `--no-`; None: no words stand for it
@@ -28,6 +30,7 @@ class Flag:
 
     names: tuple[str, ...]
     field: str | None = None
+    spelled: Callable[[str], str] = str
     words: Callable[[str], list[str] | None] | None = None
     values: tuple[str, ...] = ()
     negated: tuple[str, ...] | None = None
@@ -37,8 +40,19 @@ class Flag:
     note: str = ""
 
 
-def _same(field: str, *names: str, note: str = "") -> Flag:
-    return Flag(names=names, field=field, note=note)
+def _digits(value: str) -> str:
+    """A number in digits: 16k is 16000, 1.5k is 1500, 16K is 16384; other text as it is."""
+    if (parts := re.fullmatch(r"(\d+)(?:\.(\d+))?([kmgtKMGT])", value)) is None:
+        return value
+    whole, decimals, suffix = parts.groups(default="")
+    power = "kmgt".index(suffix.lower()) + 1
+    if suffix.isupper():
+        return value if decimals else str(int(whole) << 10 * power)
+    return str(int(whole + decimals) * 1000**power // 10 ** len(decimals))
+
+
+def _same(field: str, *names: str, spelled: Callable[[str], str] = str, note: str = "") -> Flag:
+    return Flag(names=names, field=field, spelled=spelled, note=note)
 
 
 def _nothing(
@@ -81,8 +95,13 @@ STATES = "none: states of gated delta nets stay in fp32"
 ADAPTERS = "none: docs/lora.md says which adapters are read"
 FLAGS = (
     _same("max_batch", "--max-num-seqs"),
-    _same("chunk_tokens", "--max-num-batched-tokens", note="prompt tokens of a step; vLLM counts decoded ones too"),
-    _same("max_seq_len", "--max-model-len"),
+    _same(
+        "chunk_tokens",
+        "--max-num-batched-tokens",
+        spelled=_digits,
+        note="prompt tokens of a step; vLLM counts decoded ones too; 8k and 8K are numbers",
+    ),
+    _same("max_seq_len", "--max-model-len", spelled=_digits, note="16k and 16K are numbers, auto is none"),
     _same("world_size", "--tensor-parallel-size", "-tp"),
     _same("pipeline_parallel", "--pipeline-parallel-size", "-pp"),
     _same("page_size", "--block-size"),
@@ -91,7 +110,12 @@ FLAGS = (
         "--gpu-memory-utilization",
         note="a share of the whole GPU; --memory-fraction is of what is free once the weights are there",
     ),
-    _same("dtype", "--dtype"),
+    _same(
+        "dtype",
+        "--dtype",
+        spelled=lambda value: {"half": "float16", "float": "float32"}.get(value, value),
+        note="half is float16, float is float32",
+    ),
     _same(
         "quantization", "--quantization", note="also -q before one of weft's formats; elsewhere -q is weft's --quiet"
     ),

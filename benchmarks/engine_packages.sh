@@ -15,10 +15,10 @@ unpack() {
     mapfile -t packages < <(archives_of "$1")
     caches=$(dirname "${archives%%,*}")/caches.tar.xz
     exec 9> /tmp/engine-sites.lock && flock 9
-    if [ ! -e "$site/unpacked" ]; then
-        mkdir -p "$site"
+    if [ "$(cat "$site/unpacked" 2> /dev/null)" != "${packages[*]}" ]; then
+        rm -rf "$site" && mkdir -p "$site"
         for archive in "${packages[@]}"; do tar -xJf "$archive" -C "$site" || return 1; done
-        touch "$site/unpacked"
+        echo "${packages[*]}" > "$site/unpacked"
         python -m compileall -q -j 32 --invalidation-mode unchecked-hash "$site" > /dev/null 2>&1
     fi
     if [ -e "$caches" ] && [ ! -d /tmp/vllm-cache ] && [ ! -d /tmp/sglang-cache ]; then tar -xJf "$caches" -C /; fi

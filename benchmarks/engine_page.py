@@ -26,7 +26,9 @@ the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines
 `python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [one](../benchmarks/lab/FOLDER0),
 [two](../benchmarks/lab/FOLDER1) ([with FlashInfer](../benchmarks/lab/FOLDER2)) and [four GPUs](../benchmarks/lab/FOLDER3).
 
-vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, its tuned tables of experts, and kernels that it
+vLLM runs with its defaults, but for three settings: DeepGEMM's kernels are compiled at their first calls, not before (rows in
+which one was are left out), no all-reduces by symmetric memory, which needs multicast, and no FlashInfer sampler, which greedy
+answers do not call. So: torch.compile, CUDA graphs, FlashAttention 3, its tuned tables of experts, and kernels that it
 chooses itself. It captures graphs of exactly the measured batches. Its KV cache has a fixed size, because several engines start
 at the same time; one is measured while the others wait. Left out of its package, which must fit the way to the machine, are
 FlashAttention 2, code for other GPUs, and FlashInfer where a table says so. With FlashInfer installed, vLLM 0.26 by default

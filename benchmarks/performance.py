@@ -80,7 +80,7 @@ All rows, first tokens and further machines: [the engine beside vLLM](engine-tim
 MISSING = """## Not measured yet
 
 - On four H200s: [experts](performance/h200-x4-moe.md) but for `moe-combine` of more than 32 tokens, the norm with their
-  sums, `mlp` of a layer and 32 prompts of 128 tokens (`sh benchmarks/several_gpus.sh 4 moe`); steps with slices of experts;
+  sums, `mlp` of a layer and 32 prompts of 128 tokens (`sh benchmarks/several_gpus.sh 4 moe`);
   prompts [in fp8](performance/h200-x4-fp8.md); [attention over ranks](performance/h200-x4-long.md) but for decode attention
   (`sh benchmarks/several_gpus.sh 4 long`). Collectives, layers, steps of Qwen3-32B and `generate` have not been measured
   there since 2026-11-22.
@@ -91,7 +91,7 @@ MISSING = """## Not measured yet
   sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B,
   which [one H100](performance/h100-x1.md) has. Steps of Qwen3-30B-A3B on four H200s and of Qwen3.6 have no baseline at all.
 - Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s
-  Qwen3-8B; the rows with a dash of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8.
+  Qwen3-8B in bf16; the rows with a dash of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8.
 - [Regret](costs.md#regret-the-choice-over-the-best-design) and
   [steps as planned](planning.md#planned-steps-beside-measured-ones) where their tables have no row: both say so. On no GPU:
   [a plan that an engine follows](planning.md#follow-a-plan), [the search in the warm-up](tuning.md) (`--tune`,

@@ -110,7 +110,8 @@ def add_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = json.loads((folder / "config.json").read_text())
+    size = config.get("text_config", config)["vocab_size"]
     vocabulary = {f"t{number}": number for number in range(size)}
     put(folder / "tokenizer.json", Tokenizer(WordLevel(vocabulary, unk_token="t0")).to_str())
     put(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -57,8 +57,9 @@ LANES, PIECE = tl.constexpr(8), tl.constexpr(16)
 # Layouts give dimensions to lanes, then to warps, then to registers: the last one, then of equal ones in Triton 3.6 the first,
 # the second and the third, from 3.7 on the third, the second and the first. The second one should be the warps'.
 LANES_FIRST = tl.constexpr(triton.__version__.startswith("3.6."))
-# Sequences up to which the kernel writes fp8 itself. A step of Qwen3.6-27B on two H200s took 9.1 ms with a kernel more for 32
-# sequences and 8.5 without it, but 15.2 and 16.3 for 128 (benchmarks/lab/h200-x2-fp8-delta-steps.json).
+# Sequences up to which the kernel writes fp8 itself. Steps of Qwen3.6-27B on two H200s, with a kernel more and without: 1
+# sequence 5.7 and 5.6 ms, 8 6.4 and 6.7, 32 9.1 and 8.5, 128 15.2 and 16.3; on two machines, and attention with heads of 256
+# changed too (benchmarks/lab/h200-x2-fp8-delta-steps.json).
 MOST_IN_FP8 = 64
 # Most programs of a launch along its second dimension.
 MOST_SEQUENCES = 65535

@@ -311,7 +311,11 @@ FLAGS = (
     ),
     _lacking("--calculate-kv-scales", valued=False, near="none: scales of an fp8 cache are the checkpoint's, else 1"),
     _lacking("--kv-sharing-fast-prefill", valued=False, near="none: a prompt passes all layers"),
-    _lacking("--disable-hybrid-kv-cache-manager", valued=False, near="none: layers with windows free their old pages"),
+    _lacking(
+        "--disable-hybrid-kv-cache-manager",
+        valued=False,
+        near="none: old pages are freed where all layers have windows",
+    ),
     _lacking("--prefix-match-unit", near="--page-size comes near: prompts share whole pages"),
     _lacking("--mamba-cache-mode", near="--state-snapshot-tokens and --no-prefix-caching come near"),
     _lacking("--enable-mamba-cache-stochastic-rounding", valued=False, near=STATES),

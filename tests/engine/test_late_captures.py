@@ -12,7 +12,8 @@ from tests.limits import ANSWER
 from weft.engine import Load, SamplingParams
 from weft.engine.graphs import WARM_KINDS, Graphs
 from weft.engine.prompts import Shape
-from weft.engine.runner import first_of
+from weft.engine.runner import _late_place, first_of
+from weft.engine.speculation.verify import Verify
 
 PROMPTS = ["123+456=", "7+8=", "99+1=", "5+5=", "12+34=", "1+2=", "3+4=", "50+60=", "8+8=", "1+1=", "10+10=", "6+7="]
 
@@ -68,6 +69,14 @@ def test_the_first_graphs_serve_small_batches_and_short_prompts():
     # The second kind serves greedy requests too.
     assert first_of(sizes) == [(size, WARM_KINDS[1]) for size in (Shape(256, 64), Shape.of_new(1, 64), 8)]
     assert first_of([(size, WARM_KINDS[1]) for size in (4, 2, 1)]) == [(4, WARM_KINDS[1])]
+
+
+def test_graphs_of_small_batches_come_first_whatever_drafts_they_have():
+    sizes = [Shape(16, 4), *(Verify(batch, length) for length in (2, 0) for batch in (16, 4, 2, 1))]
+    late = sorted(((size, WARM_KINDS[0]) for size in sizes), key=_late_place)
+    assert [size for size, _ in reversed(late)][:6] == [
+        Verify(batch, length) for batch in (1, 2, 4) for length in (0, 2)
+    ]
 
 
 def test_small_batches_run_in_the_first_graph_until_they_have_theirs(graphs_as_passes):

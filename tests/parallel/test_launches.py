@@ -45,7 +45,7 @@ FP8 = [
 ]  # fmt: skip
 
 
-def launches(monkeypatch, layers, tokens, sizes=TINY, world_size=2, **options):
+def launches(monkeypatch, layers, tokens, sizes=TINY, world_size=2, like="h200", **options):
     """Launches of rank 0, by kernel; "cublas" for the library's GEMMs."""
     found, run = Counter(), cublas._run
 
@@ -65,7 +65,7 @@ def launches(monkeypatch, layers, tokens, sizes=TINY, world_size=2, **options):
 
     with monkeypatch.context() as patch:
         patch.setattr(cublas, "_run", counted)
-        weft.simulate(main, world_size, on_event=note)
+        weft.simulate(main, world_size, on_event=note, like=like)
     return found
 
 
@@ -92,25 +92,29 @@ def test_gates_are_a_launch_of_a_prompt_and_none_of_a_decode_step(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "like", "expected"),
     [
-        ("replicated", {**NORMS, "small_m": 5, "quantize_rows": 1}),
+        ("replicated", "h200", {**NORMS, "small_m": 5, "quantize_rows": 1}),
+        # Norms are whole there, so they write rows in fp8 beside the ones of b and a.
+        ("replicated", "b200", {**NORMS, "small_m": 4, "cublas": 1}),
         pytest.param(
             "sequence_parallel",
+            "h200",
             {**GATHERED, "all_gather": 4, "small_m": 4, "cublas": 1, "quantize_rows": 2},
             marks=pytest.mark.sweep,
         ),
     ],
 )
-def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
-    """Two more than in 16 bits before the rule: b and a take the norm's rows in 16 bits, and q, k, v and z quantize them.
+def test_launches_of_a_gated_delta_net_in_fp8(mode, like, expected, monkeypatch):
+    """Two more than in 16 bits before the rule, where a norm's scale is deferred: b and a take its rows in 16 bits, and q, k, v
+    and z quantize them.
 
     In a prompt a further one quantizes what the rule gives, for ``out_proj``.
     """
     published = DecoderConfig.named("qwen3.6-27b")
     fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     config = dataclasses.replace(published, **{name: getattr(WIDE, name) for name in fields})
-    options = {"mode": mode, "dtype": torch.bfloat16, "quantization": "fp8"}
+    options = {"mode": mode, "dtype": torch.bfloat16, "quantization": "fp8", "like": like}
 
     def of_layers(number, tokens):
         linear = dataclasses.replace(
@@ -121,7 +125,7 @@ def test_launches_of_a_gated_delta_net_in_fp8(mode, expected, monkeypatch):
 
     prompt, both = (of_layers(2, tokens) - of_layers(1, tokens) for tokens in (1, 2))
     kernels = ("causal_conv1d", "prepare", "scan", "outputs", "rms_norm_gated")
-    assert prompt == {**expected, "quantize_rows": expected["quantize_rows"] + 1, **dict.fromkeys(kernels, 1)}
+    assert prompt == {**expected, "quantize_rows": expected.get("quantize_rows", 0) + 1, **dict.fromkeys(kernels, 1)}
     assert both - prompt == {**expected, "gated_delta_net_step": 1}
 
 
@@ -150,6 +154,23 @@ def test_launches_of_experts_in_a_layer(quantization, gemms, world_size, monkeyp
     )
     assert prompt == {**NORMS, **gemms, **OF_A_PROMPT, **PROMPTED}
     assert both - prompt == {**NORMS, **gemms, **EXPERTS, "decode_attention": 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gated_delta_nets_after_experts_in_fp8(world_size, monkeypatch):
+    """The norm after experts writes rows in one form: q, k, v and z quantize rows of 16 bits, also where norms are whole."""
+    published = DecoderConfig.named("qwen3.6-35b-a3b")
+    fields = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    linear = dataclasses.replace(published.linear_attention, key_heads=2, value_heads=4, layers=(True, True, False))
+    experts = dataclasses.replace(
+        published.experts, num_experts=8, num_experts_per_tok=2, intermediate_size=256, shared_intermediate_size=256
+    )
+    sizes = dataclasses.replace(
+        published, **{name: getattr(WIDE, name) for name in fields}, linear_attention=linear, experts=experts
+    )
+    options = {"mode": "replicated", "dtype": torch.bfloat16, "quantization": "fp8", "like": "b200"}
+    found = launches(monkeypatch, 3, 2, sizes, world_size, **options)
+    assert found["gated_delta_net_step"] == 2 and found["grouped_matmul"] > 0 and found["quantize_rows"] > 0
 
 
 def test_experts_of_the_same_bits_round_their_rows(monkeypatch):

@@ -112,7 +112,7 @@ class Batch:
         ranges = self.scheduler.next_chunk()
         first = self._read(ranges) if ranges else []
         drafts = 0
-        if self.draft_length is not None:
+        if self.draft_length is not None and self.scheduler.running > 0:
             drafts = self.draft_length.choose(self.runner.bucket(self.scheduler.running), self.scheduler.mean_context)
         decoding = self.scheduler.next_decode(drafts)
         if decoding is None or not decoding.sequences:

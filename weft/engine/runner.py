@@ -137,7 +137,7 @@ class Runner:
         """
         sizes = self._warm_sizes() if self.cuda_graph else []
         first = first_of(sizes) if late and self.pipeline.stages == 1 else sizes
-        self._late = [one for one in sizes if one not in first]  # the smallest last
+        self._late = sorted((one for one in sizes if one not in first), key=_late_place)
         self._close_smaller()
         if sizes:
             logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), len(self._late))
@@ -155,7 +155,7 @@ class Runner:
         return len(self._late)
 
     def capture_next(self) -> None:
-        """Capture the smallest graph that `warm_up` has left for later, beside running sequences. Collective."""
+        """Capture the next graph that `warm_up` has left for later, beside running sequences. Collective."""
         self.settle()
         self._warm(*self._late.pop())
         self._close_smaller()
@@ -424,6 +424,13 @@ class Runner:
                 f"caches; take a smaller draft or method='ngram', or shard the model over more ranks"
             )
         return max(2, pages)
+
+
+def _late_place(graph: tuple[Size, Kind]) -> int:
+    """Place of a graph among those that are captured late, the last one first: of small batches last, by their size."""
+    size, _ = graph
+    small = not isinstance(size, Shape) and batch_of(size) <= FIRST_BATCH
+    return FIRST_BATCH + 1 - batch_of(size) if small else 0
 
 
 def batch_of(size: int | Verify | Turn) -> int:

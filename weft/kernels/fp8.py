@@ -45,7 +45,7 @@ class RowFormat(NamedTuple):
 
     kind          "group": a scale for 128 columns of a token; "token": for a token; "static": one is given
     static_scale  [1, 1] fp32, the given one
-    beside        norms return the rows in 16 bits too (``RowsBeside``), for a router
+    beside        norms return the rows in 16 bits too (``RowsBeside``), for a weight that is not in fp8
     """
 
     kind: str
@@ -402,7 +402,7 @@ class Fp8(NamedTuple):
 
 
 class RowsBeside(NamedTuple):
-    """The same rows in fp8, for experts, and in the 16 bits that they are rounded to first, for a router."""
+    """The same rows in fp8 and in the 16 bits that they are rounded to first, for two weights."""
 
     fp8: Fp8
     rows: torch.Tensor

@@ -174,6 +174,7 @@ def attend(
     KEPT: tl.constexpr = TILE.kept
     WAYS: tl.constexpr = TILE.ways
     TURNED: tl.constexpr = ROWS < MIN_ROWS
+    tl.static_assert(not TURNED or lengths is None, "rows of several tokens")
     # The axis of a step's tokens in the scores, with the ways before it.
     TOKENS: tl.constexpr = 1 if TURNED else 2
     column = tl.arange(0, D)[None, None, :]

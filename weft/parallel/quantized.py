@@ -308,8 +308,8 @@ def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat
 def rows_for(w: Matrix | MoEWeights | DeltaWeights | None, dtype: torch.dtype) -> RowFormat | None:
     """Format in which the kernel before a GEMM of ``w`` writes its rows; None: in ``dtype``.
 
-    Of fp16 rows too, since the GEMM of fp8 rows returns bf16, and for weights that ``gemm_operands`` widens. Before experts and
-    a delta net the kernel writes rows in ``dtype`` too, for the router and for ``rates``.
+    None for fp16 rows too, since the GEMM of fp8 rows returns bf16, and for weights that ``gemm_operands`` widens. Before
+    experts and a delta net the kernel writes rows in ``dtype`` beside fp8, for the router and for ``rates``.
     """
     if isinstance(w, (MoEWeights, DeltaWeights)):
         matrix = w.qkv if isinstance(w, DeltaWeights) else w.gate_up

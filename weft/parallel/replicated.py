@@ -188,7 +188,10 @@ class FusedNorm(Recipe):
                 norm.weight,
                 norm.eps,
             )
-            beside |= {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
+            format = rows_for(weight, residual.dtype)
+            if format is not None and format.beside:
+                format = None  # that op writes rows in one form
+            beside |= {"factored": self.deferred_scale, "fp8": format}
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside)
         summand = tensor_of(x)
         if residual is None:  # of an embedding, before the first layer

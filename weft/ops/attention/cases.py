@@ -267,6 +267,13 @@ def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
         (100, (60,)),
     ):
         yield case_of(op, SMALL, split, lengths=lengths, window=window)
+    # Six and three query heads of 256: keys are multiplied by queries.
+    for heads, options in (
+        (((6, 1, 256, 16), BF16), {"window": 40}),
+        (HEADS[6], {"sinks": True, "softcap": 2.0}),
+        (((6, 1, 256, 16), BF16), {"window": 40, "sinks": True, "softcap": 2.0}),
+    ):
+        yield case_of(op, heads, split, lengths=(0, 39, 40, 41, 160), **options)
     for heads, window, design in (
         (QWEN, 100, split_kv(block_n=128, least=128, splits=3, num_warps=8, num_stages=2)),
         (QWEN, 64, split_kv(block_n=16, least=16, splits=3, num_warps=1)),

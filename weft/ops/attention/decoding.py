@@ -76,6 +76,7 @@ class DecodingCall(NamedTuple):
     tokens  that a sequence attends to at most: what a row of the page table has room for, or the window
     many    programs have rows of several new tokens, more than one tile of MIN_ROWS
     invariant  sums in an order of positions alone
+    spread  of a cache that ranks share out
     """
 
     pairs: int
@@ -85,6 +86,7 @@ class DecodingCall(NamedTuple):
     design: str = AUTO
     many: bool = False
     invariant: bool = False
+    spread: bool = False
 
     @classmethod
     def of(
@@ -97,10 +99,10 @@ class DecodingCall(NamedTuple):
         many = queries > 1 and rows_of(group, queries, pairs) > MIN_ROWS.value
         return cls(pairs * parts_of(group, queries, pairs), *rest, many=many)
 
-    @property
-    def wide(self) -> bool:
-        """True if a row's head takes as many registers as two of 128 elements."""
-        return self.head_dim > 128 and not self.many
+    def turns(self, caps: Capabilities) -> bool:
+        """True if a program with few query heads of one new token has a turned tile."""
+        few = not (self.many or self.spread)
+        return few and is_turned(self.head_dim, self.dtype.itemsize, self.dtype.itemsize, caps)
 
 
 def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
@@ -108,7 +110,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
 
     A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
     and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
-    all pairs are loaded at once. With heads of 256 partials may have half as many tokens, and up to 4 pairs take 32 KiB a step.
+    all pairs are loaded at once. With turned tiles partials may have half as many tokens, and up to 4 pairs take 32 KiB a step.
 
     One H100, 512 sequences: 30.7 us, otherwise 34.5 (benchmarks/lab/h100-decode-attention.json). One H200, heads of 256, 1,024
     tokens: 2 pairs 10.1 us, otherwise 11.6; 16 pairs 12.3 and 14.5 (benchmarks/lab/h200-decode-256.json).
@@ -125,7 +127,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
         per_sm = programs_per_sm(pairs, caps)
         if 2 * pairs > 3 * caps.sms and not call.many:
             block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
-        elif call.wide and pairs <= FEWEST_PAIRS and call.dtype.itemsize == 2:
+        elif call.turns(caps) and pairs <= FEWEST_PAIRS:
             block_n *= 2
     return SplitKV(
         block_n=block_n,
@@ -142,7 +144,7 @@ def least_of(call: DecodingCall, caps: Capabilities) -> int:
     The fewer partials there can be, the longer a sequence must be for a join to pay.
     """
     least = 128 if call.pairs <= FEWEST_PAIRS else 256 if 4 * call.pairs <= caps.sms else 512
-    return least // 2 if call.wide else least
+    return least // 2 if call.turns(caps) else least
 
 
 def splits_of(pairs: int, tokens: int, programs: int, least: int) -> int:

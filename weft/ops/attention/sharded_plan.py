@@ -184,7 +184,9 @@ class ShardedPlan(AttentionOp):
 
         Four H200s, 8 pairs, 60,000 tokens: 16 partials 31.2 us, 32 32.7 (lab/h200-regret/regret-all-w4.json).
         """
-        split = split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
+        split = split_kv_for(
+            DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype, spread=True), machine.caps
+        )
         if machine.world_size > 2:
             split = replace(split, splits=min(split.splits, max(1, machine.caps.sms // max(1, call.pairs))))
         return split

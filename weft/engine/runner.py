@@ -427,7 +427,7 @@ class Runner:
 
 
 def _late_place(graph: tuple[Size, Kind]) -> int:
-    """Place of a graph among those that are captured late, the last one first: of small batches last, by their size."""
+    """Place of a graph among the late ones, which are captured from the end: the smallest batches last."""
     size, _ = graph
     small = not isinstance(size, Shape) and batch_of(size) <= FIRST_BATCH
     return FIRST_BATCH + 1 - batch_of(size) if small else 0

@@ -100,8 +100,8 @@ MUTATIONS = {
         online_softmax, "first_way = tl.arange(0, WAYS)[:, None] == 0", "first_way = tl.arange(0, WAYS)[:, None] >= 0",
     ),
     "decode: soft cap after the mask": (
-        decoding(softcap=1.5), online_softmax, MASKED + "max(score, axis=2))", MASKED.replace('float("-inf")', "-scale")
-        + "max(score, axis=2))",
+        decoding(softcap=1.5), online_softmax, MASKED + "max(score, axis=TOKENS))", MASKED.replace('float("-inf")', "-scale")
+        + "max(score, axis=TOKENS))",
     ),
     "decode: no soft cap": (
         decoding(softcap=1.5), online_softmax, "score = capped(score * inner)\n        score *= scale",

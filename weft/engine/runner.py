@@ -165,7 +165,7 @@ class Runner:
     def _close_smaller(self) -> None:
         """Leave buckets below the first one that was captured out of steps, until their own graphs are there."""
         left = {batch_of(size) for size, _ in self._late if not isinstance(size, Shape)}
-        first = max((bucket for bucket in self.buckets if bucket <= FIRST_BATCH), default=1)
+        first = first_batch(self.buckets)
         self._open = [bucket for bucket in self.buckets if bucket >= first or bucket not in left]
 
     def _warm_sizes(self) -> list[tuple[Size, Kind]]:
@@ -433,6 +433,11 @@ def _late_place(graph: tuple[Size, Kind]) -> int:
     return FIRST_BATCH + 1 - batch_of(size) if small else 0
 
 
+def first_batch(batches: Iterable[int]) -> int:
+    """The batch whose graph smaller ones share until they have theirs; 0: there is none."""
+    return max((batch for batch in batches if batch <= FIRST_BATCH), default=0)
+
+
 def batch_of(size: int | Verify | Turn) -> int:
     return size if isinstance(size, int) else size.batch
 
@@ -443,8 +448,7 @@ def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
     Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones; of decode
     steps the largest batch up to FIRST_BATCH, which holds all smaller ones.
     """
-    batches = [batch_of(size) for size, _ in sizes if not isinstance(size, Shape)]
-    first = max((batch for batch in batches if batch <= FIRST_BATCH), default=0)
+    first = first_batch(batch_of(size) for size, _ in sizes if not isinstance(size, Shape))
     shapes = [size for size, _ in sizes if isinstance(size, Shape) and size.tokens <= FIRST_TOKENS and not size.entries]
     ragged = [shape for shape in shapes if shape.length is None]
     largest = max(ragged, key=lambda shape: (shape.tokens, shape.batch), default=None)

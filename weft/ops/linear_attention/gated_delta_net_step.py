@@ -478,14 +478,15 @@ class GatedDeltaNetStep(Op):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``gated_delta_net_step`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
         qkv, z, gates, conv, norm, eps, kept, tokens = given
-        sizes, fp8 = sizes_of(qkv, kept.state), None
+        sizes = sizes_of(qkv, kept.state)
         if format is not None and not writes_heads(format, sizes.V, len(tokens.slots)):
             return quantized_parts(self.run(given), format, capabilities_of(qkv.device))
         if format is None:
-            out = scales = self.fake(given)
+            results, fp8 = (self.fake(given),), None
         else:
-            out, scales = empty_rows(z, *z.shape, format)
-            fp8 = rows_argument(scales, format, z.dtype, COLUMNS.value)
+            results = empty_rows(z, *z.shape, format)
+            fp8 = rows_argument(results[1], format, z.dtype, COLUMNS.value)
+        out = results[0]
         if out.numel() > 0:
             taps, ring, queries = conv.shape[1], kept.inputs.shape[1], tokens.queries
             most = queries + (0 if tokens.pending is None else tokens.most_pending)
@@ -498,7 +499,7 @@ class GatedDeltaNetStep(Op):
             mixed = qkv.new_empty((len(tokens.slots), sizes.value_heads, *shape))
             arguments = *rows, kept, places, mixed, out, sizes.K**-0.5, eps, fp8
             gated_delta_net_step_kernel[grid](*arguments, **constants, **options)
-        return out if format is None else (out, scales)
+        return out if format is None else results
 
     def fake(self, given):
         return given.z.new_empty(given.z.shape)

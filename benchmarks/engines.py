@@ -57,6 +57,8 @@ SETTLING = 60.0
 # Seconds from its start for which a ready engine waits for engines that start beside it: a row beside a start is worth nothing.
 # Of a run's 300 s (benchmarks/engines.sh) the rest is for its rows.
 PATIENCE = 240.0
+# The variable that makes vLLM's answers independent of the batch, as EngineConfig.invariant does weft's.
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Generate = Callable[[list[list[int]], int], Any]
 
@@ -279,6 +281,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def surroundings_of_vllm() -> dict[str, Any]:
+    """What its speed depends on outside its arguments."""
+    return {"flashinfer": version_of("flashinfer-python"), "batch_invariant": BATCH_INVARIANT in os.environ}
+
+
 def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     target: Path = chosen.json
     check_clean("--json", target)
@@ -289,7 +296,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
         "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
         **(setting.of_weft if engine == "weft" else {}),
-        **({"flashinfer": version_of("flashinfer-python")} if engine == "vllm" else {}),
+        **(surroundings_of_vllm() if engine == "vllm" else {}),
         "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
         "repeats": chosen.repeats, "options": setting.options, "rows": [],

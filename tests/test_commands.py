@@ -42,7 +42,7 @@ NOT_RUN = {
     r"python -m benchmarks\.(delta_and_latents|doors\.\w+)(?<!thresholds).*": "GPUs; tests/benchmarks/test_doors.py",
     r"weft bench (--eager|--regret).*": "GPUs; tests/bench",
     r"weft bench .*--out benchmarks/results/.*": "GPUs, whose results it records",
-    r"weft (bench|generate|tune) .*--model (qwen|llama|mistral|path).*": "GPUs: virtual ranks take small models only",
+    r"weft (bench|generate|tune) .*--model (qwen|llama|mistral|gpt-oss|path).*": "GPUs: virtual ranks take small models only",
     r"python -m benchmarks\.(step_errors|planned_steps)": "prints docs/planning.md's table; tests/predict",
     r"python -m benchmarks\.regrets": "prints docs/costs.md's table; tests/benchmarks/test_choices.py",
     r"python -m benchmarks\.recipes": "prints predictions; tests/predict/test_steps.py",

@@ -67,10 +67,13 @@ def table(rows: list[Regret]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for (op, world_size), of in sorted(groups.items()):
         measured = [one.regret for one in of if one.regret is not None]
-        mean = math.exp(sum(map(math.log, measured)) / len(measured)) if measured else math.nan
-        above, lost = sum(regret > HIGH for regret in measured), len(of) - len(measured)
-        worst = max(measured, default=math.nan)
-        yield f"| {op} | {world_size} | {len(measured)} | {mean:.3f} | {worst:.3f} | {above} | {lost} |"
+        lost = len(of) - len(measured)
+        if not measured:
+            yield f"| {op} | {world_size} | 0 | – | – | – | {lost} |"
+            continue
+        mean = math.exp(sum(map(math.log, measured)) / len(measured))
+        above = sum(regret > HIGH for regret in measured)
+        yield f"| {op} | {world_size} | {len(measured)} | {mean:.3f} | {max(measured):.3f} | {above} | {lost} |"
     high = [one for one in rows if one.regret is not None and one.regret > HIGH]
     if high:
         yield ""

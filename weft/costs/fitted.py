@@ -87,6 +87,7 @@ class Norms:
 
     call, peer, rows  time of a call; of each further peer; factor of the memory's time of the rows
     several, later    where programs take several tiles: time of a call; factor of the memory's time of the rows that are added
+    longer            of that factor with parts of 1,024 bytes, by two shapes of benchmarks/lab/h200-regret-unseen/w2.json
     """
 
     call: float = 1.1
@@ -94,6 +95,7 @@ class Norms:
     rows: float = 1.0
     several: float = 1.2
     later: float = 3.557
+    longer: float = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

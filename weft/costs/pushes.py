@@ -9,6 +9,8 @@ from weft.runtime.arithmetic import cdiv
 # Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
+# Programs of an SM above which one shot of two ranks has parts twice as long.
+NORM_MANY = 8
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4
 
@@ -61,11 +63,15 @@ def all_reduce_rms_norm(
     times = all_reduce(gpu, fitted.pushes, nbytes, world_size)
     of, measured = fitted.norms, min(world_size, NORM_RANKS)
     first = of.call + of.peer * (measured - 2) + of.rows * moved
-    parts = min(cdiv(width * item, NORM_PART), gpu.sms)
-    at_once = NORM_PROGRAMS * gpu.sms // parts
+    many = world_size == 2 and nbytes > NORM_MANY * gpu.sms * NORM_PART
     # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
-    added = {"one_shot": (rows, world_size), "two_shot": (cdiv(rows, measured), 1)}
-    return {
-        name: times[name] + (first if tiles <= at_once else of.several + (1 + of.later * count) * moved)
-        for name, (tiles, count) in added.items()
+    added = {
+        "one_shot": (rows, NORM_PART * (1 + many), world_size * (of.longer if many else 1.0)),
+        "two_shot": (cdiv(rows, measured), NORM_PART, 1.0),
     }
+
+    def taken(tiles: int, part: int, added: float) -> float:
+        at_once = NORM_PROGRAMS * gpu.sms // min(cdiv(width * item, part), gpu.sms)
+        return first if tiles <= at_once else of.several + (1 + of.later * added) * moved
+
+    return {name: times[name] + taken(*how) for name, how in added.items()}

@@ -301,15 +301,16 @@ class PrefillArguments(NamedTuple):
 
 
 def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
-    """The design of a call: 16 KiB of keys a step, and as much of values.
+    """The design of a call: 8 KiB of keys a step, of heads of 256 16 KiB, and as much of values.
 
-    4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
+    One H200, heads of 128, prompts of 300, 1,000 and 3,000 tokens: 425, 3333 and 36785 us; with 16 KiB 519, 3557 and 37336
+    (benchmarks/lab/h200-regret-unseen/w1.json). 4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
     24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6 (`git show
     4c5a438:benchmarks/lab/h200-prefill-attention.json`).
     """
     if call.dtype == torch.float32:
         return KeyBlocks(block_n=16, num_stages=2)
-    block_n = max(16, min(128, (16 << 10) // (call.head_dim * call.dtype.itemsize)))
+    block_n = max(32, min(64, (8 << 10) // (call.head_dim * call.dtype.itemsize)))
     if caps.arch.startswith("gfx"):
         return KeyBlocks(block_n=block_n, num_stages=2)
     return KeyBlocks(block_n=block_n, num_stages=4 if call.programs <= caps.sms else 3)
@@ -338,7 +339,10 @@ class PagedPrefillAttention(AttentionOp):
     def rule(self, call: PrefillCall, machine: Machine) -> tuple[str, str]:
         if call.invariant:
             return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
-        return "key_blocks", f"{call.programs} programs on {machine.caps.sms} SMs, 16 KiB of keys a step in halves"
+        return (
+            "key_blocks",
+            f"{call.programs} programs on {machine.caps.sms} SMs, {key_blocks_for(call, machine.caps).block_n} keys a step",
+        )
 
     def tuned(self, call: PrefillCall, machine: Machine) -> Planned | None:
         return None if call.invariant else super().tuned(call, machine)

@@ -76,6 +76,9 @@ MAX_ROW_BYTES = 65536
 CASES_EPS = 1e-6
 # Four H200s, a row of 5,120: 4.1 us in parts, 6.2 by one program (lab/h200-x4-collectives.json@cd3ccc0).
 PART_BYTES = 512
+# Two H200s, one shot of more programs of 512 bytes than this an SM: 413 rows of 6 KiB 16.4 us, with parts twice as long 14.8;
+# 800 of 8 KiB 36.4 and 27.7, 53 of 16 KiB 8.7 and 8.2 (lab/h200-regret-unseen/w2.json).
+MANY_PER_SM = 8
 # Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
 MOST_PER_SM_FP8 = 12
 
@@ -163,8 +166,11 @@ class AllReduceRMSNorm(Op):
         return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes), machine.caps)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
-        # About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident.
-        parts = min(cdiv(call.row_bytes, PART_BYTES), machine.caps.sms)
+        # No more parts than SMs, so that all programs of a row are resident.
+        many = (
+            name == "one_shot" and machine.world_size == 2 and call.nbytes > MANY_PER_SM * machine.caps.sms * PART_BYTES
+        )
+        parts = min(cdiv(call.row_bytes, PART_BYTES * (1 + many)), machine.caps.sms)
         row_bytes = cdiv(call.row_bytes, parts * 16) * 16
         return self.designs[name](
             push=PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=1, programs_per_sm=16)

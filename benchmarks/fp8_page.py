@@ -66,14 +66,16 @@ STEP_GOALS = {
         "prefill 32x128": 150.0, "prefill 1x1024": 38.0, "prefill 1x128": 6.8,
     },
     "qwen3-30b-a3b": {"decode 1x1024": 1.6, "decode 8x1024": 3.2, "decode 32x1024": 5.2, "decode 128x1024": 7.0},
+    "qwen3-8b": {"decode 1x128": 1.6},
 }  # fmt: skip
+# Models whose fp8 engines ran beside vLLM without FlashInfer.
+BESIDE = "qwen3-32b", "qwen3-30b-a3b"
 MISSES = """
 AG-GEMM of 4,096 rows is 1.59 to 1.70 times as fast as in bf16 (goals 1.35 with blocks, 1.6 with scales of rows), and at most
 1.06 times as long as its GEMM alone (goal 1.06), in a run whose files were lost ([table](quantization.md#overlap)). Beside
 DeepGEMM and NCCL it has not been timed: `weft bench ag-gemm+block_fp8@qwen3-32b:4096,8192 --world-size 2` has them as
-providers. Steps of Qwen3-8B have not been timed (goals 2.5 ms on one GPU, 1.6 on two); a token of its engine took 2.86 ms on
-one, at 26bd7ccb, and 2.11 on two, at ebe3ce0f (32 % more than the goal). With FlashInfer vLLM 0.26.0 takes 1.297 times as long
-as weft for one prompt of Qwen3-32B (goal 1.3, missed) and 1.45 times for one of Qwen3-8B
+providers. On one GPU a token of Qwen3-8B's engine took 2.86 ms, at 26bd7ccb (goal of a step 2.5). With FlashInfer vLLM 0.26.0
+takes 1.31, 1.28 and 1.18 times as long as weft for 1, 32 and 128 prompts of Qwen3-32B (goal 1.3) and 1.45 times for one of Qwen3-8B
 ([files](../benchmarks/lab/h200-x2-vllm-0.26-flashinfer)).
 
 What misses its goal, what was tried, and what one would try:
@@ -97,14 +99,16 @@ What misses its goal, what was tried, and what one would try:
   ([files](../benchmarks/results/h200-x2-fp8-prompts), 9db60856). Of 1 x 128 and 32 x 128 nothing else was tried. 64 and 128
   rows are where GEMMs above are slower than DeepGEMM; sums travel in 16 bits, and hide under short GEMMs no longer.
 - **Decode of Qwen3-30B-A3B.** The second GEMM of few pairs in one flat loop with five stages: 26.5 µs in place of 28.6 for 32
-  tokens (8dd8d722, after the steps above); a token of the engine fell from 5.81 to 5.70 ms for 32 sequences, and from 6.94 to
-  6.69 for 128 (26bd7ccb, ea282ce9). Then two launches fewer (the norms round rows): not timed. A layer has eight launches
-  that depend on one another, and takes 6 times its bytes' time.
+  tokens (8dd8d722); then two launches fewer, since the norms round rows: steps of 1, 8, 32 and 128 sequences fell from 2.32, 3.77,
+  6.14 and 7.86 ms (18c23352, 18b57ee2) to those above. A layer has eight launches that depend on one another, and takes 4 times
+  its bytes' time for one sequence.
   [What could be one launch](layer-launches.md#what-could-be-one-launch).
 - **Grouped GEMMs of 4,096 tokens.** Two products of half a tile each (81bda44b) were no faster than 64 rows of the weight in
   two programs an SM, which a sweep found (0e35dba2). Tensor cores idle half of the time, since Triton waits for each step's
   sums. Next: as for DeepGEMM.
-- **vLLM at 128 prompts.** A token of the engine takes 9.16 ms, a step 8.34 (of another commit). The rest, of the host or of
+- **Qwen3-8B, one sequence.** Tried: as for 32B. Its bytes take 0.95 ms of a step; the rest, 31 µs of each of 36 layers, is the
+  begin and end of seven launches, the sums over ranks and attention.
+- **vLLM at 128 prompts.** A token of the engine takes 9.04 ms, a step 8.34 (of another commit). The rest, of the host or of
   the time until all prompts are read, was not traced.
 """
 
@@ -156,7 +160,7 @@ def goals(dense: dict[str, Any], grouped: dict[str, Any]) -> Iterator[str]:
                 yield goal(f"{model}, W=2, {row['label']}", wanted, row["median_us"] / 1e3, report["machine"], 2)
     layer = times(grouped["rows"], ("tokens", "gemm"))[4096, "layer"]
     yield goal("experts, 4096 tokens, bf16 / fp8", 1.5, layer["bf16"] / layer["fp8"], grouped, 2, most=False)
-    for model in STEP_GOALS:
+    for model in BESIDE:
         ours, theirs = (json.loads((ENGINES / f"{by}-{model}-fp8.json").read_text()) for by in ("weft", "vllm"))
         tokens = {(row["prompts"], row["tokens"]): row["per_token_ms"] for row in ours["rows"]}
         for row in theirs["rows"]:

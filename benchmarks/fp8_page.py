@@ -74,9 +74,9 @@ MISSES = """
 AG-GEMM of 4,096 rows is 1.59 to 1.70 times as fast as in bf16 (goals 1.35 with blocks, 1.6 with scales of rows), and at most
 1.06 times as long as its GEMM alone (goal 1.06), in a run whose files were lost ([table](quantization.md#overlap)). Beside
 DeepGEMM and NCCL it has not been timed: `weft bench ag-gemm+block_fp8@qwen3-32b:4096,8192 --world-size 2` has them as
-providers. On one GPU a token of Qwen3-8B's engine took 2.86 ms, at 26bd7ccb (goal of a step 2.5). With FlashInfer vLLM 0.26.0
-takes 1.31, 1.28 and 1.18 times as long as weft for 1, 32 and 128 prompts of Qwen3-32B (goal 1.3) and 1.45 times for one of Qwen3-8B
-([files](../benchmarks/lab/h200-x2-vllm-0.26-flashinfer)).
+providers. On one GPU a token of Qwen3-8B's engine took 2.86 ms, at 26bd7ccb (goal of a step 2.5). With FlashInfer vLLM
+0.26.0 takes 1.31, 1.28 and 1.18 times as long as weft for 1, 32 and 128 prompts of Qwen3-32B (goal 1.3) and 1.45 times for
+one of Qwen3-8B ([files](../benchmarks/lab/h200-x2-vllm-0.26-flashinfer)).
 
 What misses its goal, what was tried, and what one would try:
 

@@ -99,9 +99,9 @@ What misses its goal, what was tried, and what one would try:
   ([files](../benchmarks/results/h200-x2-fp8-prompts), 9db60856). Of 1 x 128 and 32 x 128 nothing else was tried. 64 and 128
   rows are where GEMMs above are slower than DeepGEMM; sums travel in 16 bits, and hide under short GEMMs no longer.
 - **Decode of Qwen3-30B-A3B.** The second GEMM of few pairs in one flat loop with five stages: 26.5 µs in place of 28.6 for 32
-  tokens (8dd8d722); then two launches fewer, since the norms round rows: steps of 1, 8, 32 and 128 sequences fell from 2.32, 3.77,
-  6.14 and 7.86 ms (18c23352, 18b57ee2) to those above. A layer has eight launches that depend on one another, and takes 4 times
-  its bytes' time for one sequence.
+  tokens (8dd8d722); then two launches fewer, since the norms round rows: steps of 1, 8, 32 and 128 sequences fell from 2.32,
+  3.77, 6.14 and 7.86 ms (18c23352, 18b57ee2) to those above. A layer has eight launches that depend on one another, and takes
+  4 times its bytes' time for one sequence.
   [What could be one launch](layer-launches.md#what-could-be-one-launch).
 - **Grouped GEMMs of 4,096 tokens.** Two products of half a tile each (81bda44b) were no faster than 64 rows of the weight in
   two programs an SM, which a sweep found (0e35dba2). Tensor cores idle half of the time, since Triton waits for each step's

@@ -110,8 +110,8 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
 
     A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
     and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
-    all pairs are loaded at once. With turned tiles partials may have half as many tokens, and up to 4 pairs take 32 KiB a step, as
-    do programs that each have an SM and a whole sequence: 112 pairs of 10,000 tokens 277 us, otherwise 313
+    all pairs are loaded at once. With turned tiles partials may have half as many tokens, and up to 4 pairs take 32 KiB a step,
+    as do programs that each have an SM and a whole sequence: 112 pairs of 10,000 tokens 277 us, otherwise 313
     (benchmarks/lab/h200-regret-unseen/w1.json).
 
     One H100, 512 sequences: 30.7 us, otherwise 34.5 (benchmarks/lab/h100-decode-attention.json). One H200, heads of 256, 1,024

@@ -304,7 +304,9 @@ def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
     """The design of a call: 8 KiB of keys a step, of heads of 256 16 KiB, and as much of values.
 
     One H200, heads of 128, prompts of 300, 1,000 and 3,000 tokens: 425, 3333 and 36785 us; with 16 KiB 519, 3557 and 37336
-    (benchmarks/lab/h200-regret-unseen/w1.json). 4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
+    (benchmarks/lab/h200-regret-unseen/w1.json).
+
+    4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
     24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6 (`git show
     4c5a438:benchmarks/lab/h200-prefill-attention.json`).
     """

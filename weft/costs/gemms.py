@@ -24,6 +24,9 @@ FEW_ROWS, LONG_ROWS = 128, 4096
 # several nodes takes for all of its GEMMs. Four H200s, AG-GEMM 256x12800x5120: 77 us, overlapped 153
 # (lab/h200-x4-matmul.json@4c5a438).
 SEQUENTIAL_ROWS = 512
+# Bytes of a short row, and of each of SEQUENTIAL_ROWS, which more short rows may have in all. Rows that are gathered count as
+# long ones: more short ones were faster overlapped (benchmarks/results/h200-x2-fp8-prompts).
+SHORT, LONG = 4 << 10, 16 << 10
 # Start of a copy of scales, in front of the flag.
 SCALES_COPY = 2.2
 # Kernel that transposes rows' scales of blocks: before they are gathered in sequence, and again for cuBLAS.
@@ -38,11 +41,21 @@ TILE_ROWS, WIDE_ROWS, L2_RATE = 128, 64, 1.2
 
 
 def sequential_rows(world_size: int) -> int:
-    """Most rows of all ranks that a plan may multiply in sequence with a collective.
+    """Most rows of all ranks, of any length, that a plan may multiply in sequence with a collective.
 
     With more rows the messages of a few MB would keep some 80 MB of the heap.
     """
     return SEQUENTIAL_ROWS * (2 if world_size == 2 else 1)
+
+
+def follows(rows: int, row_bytes: int, world_size: int) -> bool:
+    """True if a plan may have a collective of all ranks' ``rows`` in sequence with a GEMM.
+
+    Short rows may be more: 3,670 of 3 KiB on two H200s take 60 us in sequence, 87 overlapped
+    (benchmarks/lab/h200-regret-unseen/w2.json).
+    """
+    most = sequential_rows(world_size)
+    return rows <= most or (row_bytes <= SHORT and rows * row_bytes <= most * LONG)
 
 
 class Size(NamedTuple):

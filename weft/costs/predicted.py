@@ -203,7 +203,7 @@ def _one(us: float) -> dict[str, float]:
     return {"": us}
 
 
-def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
+def _overlapped(time: Callable[..., dict[str, float]], *, gathers: bool = False) -> Costs:
     def by_design(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
         if asked.world_size == 1:
             return {"sequential": _gemm(gpu, of, asked, asked.shape[1])}
@@ -216,7 +216,7 @@ def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
         if not asked.fp8:
             return made
         # Designs that a plan may take: none is fused.
-        few = asked.shape[0] <= gemms.sequential_rows(asked.world_size)
+        few = gemms.follows(asked.shape[0], gemms.LONG if gathers else asked.shape[1] * asked.item, asked.world_size)
         return {name: made[name] for name in ("pipelined", "sequential")[: 1 + few]}
 
     return by_design
@@ -329,7 +329,7 @@ AG_MOE = "all_gather_grouped_matmul_silu_mul"
 OPS: dict[str, tuple[int, Costs]] = {
     "matmul": (3, lambda gpu, of, asked: _one(_gemm(gpu, of, asked, asked.shape[1]))),
     "matmul_silu_mul": (3, lambda gpu, of, asked: _one(_gemm(gpu, of, asked, 2 * asked.shape[1]))),
-    "all_gather_matmul": (3, _overlapped(gemms.ag_gemm)),
+    "all_gather_matmul": (3, _overlapped(gemms.ag_gemm, gathers=True)),
     "matmul_reduce_scatter": (3, _overlapped(gemms.gemm_rs)),
     "matmul_all_reduce": (3, _overlapped(gemms.gemm_ar)),
     "all_reduce": (1, lambda gpu, of, asked: pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)),

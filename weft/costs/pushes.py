@@ -9,8 +9,8 @@ from weft.runtime.arithmetic import cdiv
 # Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
-# Programs of an SM above which one shot of two ranks has parts twice as long.
-NORM_MANY = 8
+# Programs of an SM above which one shot of two ranks has parts twice as long, up to so many bytes.
+NORM_MANY, NORM_MOST = 8, 8 << 20
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4
 
@@ -63,7 +63,7 @@ def all_reduce_rms_norm(
     times = all_reduce(gpu, fitted.pushes, nbytes, world_size)
     of, measured = fitted.norms, min(world_size, NORM_RANKS)
     first = of.call + of.peer * (measured - 2) + of.rows * moved
-    many = world_size == 2 and nbytes > NORM_MANY * gpu.sms * NORM_PART
+    many = world_size == 2 and NORM_MANY * gpu.sms * NORM_PART < nbytes <= NORM_MOST
     # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
     added = {
         "one_shot": (rows, NORM_PART * (1 + many), world_size * (of.longer if many else 1.0)),

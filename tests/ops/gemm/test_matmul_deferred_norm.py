@@ -425,7 +425,7 @@ def test_which_rows_go_in_one_shot():
         here = machine(capabilities_of("sm_90"), world_size)
         return ALL_REDUCE_RMS_NORM.plan(ALL_REDUCE_RMS_NORM.call_of(((count, 5120),), BF16, here, asked), here)
 
-    for world_size, one_shot, two_shot in ((2, 96, 128), (4, 32, 40)):
+    for world_size, one_shot, two_shot in ((2, 512, 1024), (4, 32, 40)):
         for count, expected in ((1, "one_shot"), (one_shot, "one_shot"), (two_shot, "two_shot"), (1 << 17, "two_shot")):
             found = planned(count, world_size)
             assert found.name == expected, (world_size, count)

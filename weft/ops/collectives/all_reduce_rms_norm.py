@@ -77,8 +77,8 @@ CASES_EPS = 1e-6
 # Four H200s, a row of 5,120: 4.1 us in parts, 6.2 by one program (lab/h200-x4-collectives.json@cd3ccc0).
 PART_BYTES = 512
 # Two H200s, one shot of more programs of 512 bytes than this an SM: 413 rows of 6 KiB 16.4 us, with parts twice as long 14.8;
-# 800 of 8 KiB 36.4 and 27.7, 53 of 16 KiB 8.7 and 8.2 (lab/h200-regret-unseen/w2.json).
-MANY_PER_SM = 8
+# 800 of 8 KiB 36.4 and 27.7, 53 of 16 KiB 8.7 and 8.2 (lab/h200-regret-unseen/w2.json). More bytes were not measured.
+MANY_PER_SM, MOST_BYTES = 8, 8 << 20
 # Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
 MOST_PER_SM_FP8 = 12
 
@@ -167,10 +167,9 @@ class AllReduceRMSNorm(Op):
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
         # No more parts than SMs, so that all programs of a row are resident.
-        many = (
-            name == "one_shot" and machine.world_size == 2 and call.nbytes > MANY_PER_SM * machine.caps.sms * PART_BYTES
-        )
-        parts = min(cdiv(call.row_bytes, PART_BYTES * (1 + many)), machine.caps.sms)
+        many = MANY_PER_SM * machine.caps.sms * PART_BYTES < call.nbytes <= MOST_BYTES
+        longer = many and name == "one_shot" and machine.world_size == 2
+        parts = min(cdiv(call.row_bytes, PART_BYTES * (1 + longer)), machine.caps.sms)
         row_bytes = cdiv(call.row_bytes, parts * 16) * 16
         return self.designs[name](
             push=PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=1, programs_per_sm=16)

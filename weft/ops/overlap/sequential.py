@@ -10,7 +10,7 @@ import torch
 
 from weft.costs import fitted
 from weft.costs.choice import least
-from weft.costs.gemms import SEQUENTIAL_ROWS, Size, sequential_rows
+from weft.costs.gemms import LONG, SEQUENTIAL_ROWS, Size, follows
 from weft.costs.gpu import gpu_of
 from weft.costs.predicted import WEIGHTS
 from weft.ops.case import Case
@@ -100,7 +100,7 @@ class Overlapped(GemmOp):
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         """The least predicted time, in ``judged``'s order among close ones; of many rows, not in sequence."""
-        few = sequential_rows(machine.world_size) >= call.M
+        few = follows(call.M, LONG if self.gathers else call.N * call.dtype.itemsize, machine.world_size)
         variant = next((name for name in FP8 if getattr(call, name)), "")
         item, of = call.dtype.itemsize, fitted.shipped(variant)
         K = COMMON_K if self.ranks_differ_in_k else call.K

@@ -12,6 +12,7 @@ from weft.kernels.fp8 import COLUMNS
 from weft.ops.gemm.space import STAGES_BYTES
 from weft.ops.moe.grouped.gemms import FixedTiles, FourBitTiles, GroupedCall, GroupedTiles, Tiles
 from weft.ops.registration import HALVES
+from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -42,7 +43,9 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
 
     up to 32  pairs a tile: 4 stages of 32 KB in one program an SM, or of 16 KB in two, so that all programs have room at once.
               From MANY_PAIRS on, of 16 pairs a tile, 3 stages of 32 KB in two. A layer of half of 128 experts takes at most 4 %
-              longer than with the best design, of all 128 6 % (benchmarks/lab/h200-grouped-designs.json)
+              longer than with the best design, of all 128 6 % (benchmarks/lab/h200-grouped-designs.json). So too where all
+              gated tiles run at once by two an SM, in two rounds by one: one token of gpt-oss-120b 41.9 us, otherwise 46.3, of
+              MiniMax-M2 46.2 and 48.9 (benchmarks/lab/h200-regret-unseen/w1.json)
     gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
               half of all
     in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256
@@ -53,7 +56,10 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
         return GroupedTiles(block_n=32, block_k=32, transposed=call.block < 64, num_warps=8, num_stages=2)
     if caps.arch.startswith("gfx") or caps.arch == "sm_80":  # less shared memory, and no descriptors in hardware
         return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
-    if call.block == 16 and call.pairs >= MANY_PAIRS:
+    # Tiles of 128 rows of gate and up, if each pair has an expert of its own.
+    tiles = call.pairs * cdiv(2 * call.N, 128)
+    one_round = gated and caps.sms < tiles <= 2 * caps.sms
+    if call.block == 16 and (call.pairs >= MANY_PAIRS or one_round):
         return GroupedTiles(block_n=128, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=3)
     if call.block < 64:
         if gated:

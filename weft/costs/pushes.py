@@ -9,7 +9,7 @@ from weft.runtime.arithmetic import cdiv
 # Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
-# Programs of an SM above which one shot of two ranks has parts twice as long, up to so many bytes.
+# Programs of an SM above which one shot of two ranks has parts twice as long, and the most bytes with such parts.
 NORM_MANY, NORM_MOST = 8, 8 << 20
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4

@@ -46,7 +46,9 @@ def make_checkpoint(tmp_path_factory):
             | changes
         )
         torch.manual_seed(kv_heads + 100 * tied)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        # Earlier versions compute attention with a soft cap by SDPA, which has none.
+        how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+        model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
         for name, weight in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)

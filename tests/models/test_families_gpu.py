@@ -36,6 +36,9 @@ STATE_BLOCKS = ("qwen3-next", "qwen3.5-moe")
 # Of larger weights gated delta nets have more noise in bf16, 0.14 at 0.15; beside larger ones gpt-oss's biases hardly count.
 WEIGHTS = {**dict.fromkeys(("qwen3.5", *STATE_BLOCKS), 0.07), "gpt-oss": 0.1}
 
+# Tokens that are tried at each place, where 64 leave a router near a tie.
+CANDIDATES = {"gpt-oss": 160}
+
 
 def teacher_forced(team, directory, mode, fused, tokens):
     model = Decoder.from_pretrained(directory, team, mode=mode, dtype=torch.bfloat16, fused=fused)
@@ -82,7 +85,7 @@ def test_bf16_logits_of_further_blocks_are_those_of_transformers_up_to_its_noise
 @pytest.mark.parametrize("name", EXPERT_BLOCKS)
 def test_bf16_logits_of_further_experts_are_those_of_transformers(make_checkpoint, name):
     directory, reference = checkpoint_of(make_checkpoint, name)
-    tokens = prompt_without_ties(reference, 2, 24, candidates=128)
+    tokens = prompt_without_ties(reference, 2, 24, CANDIDATES.get(name, 64))
     assert router_gaps(reference, tokens).min() > GAP
     check(directory, reference, tokens, 2, FUSED)
 

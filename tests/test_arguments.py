@@ -243,8 +243,8 @@ def operands(team):
     yield ops.all_reduce, {"x": x, "team": team, "invariant": True}, {"algorithm": ("one_shot", "copy_engine")}
     norm = {"x": TENSOR, "residual": TENSOR, "weight": TENSOR, "eps": ("x", None, [1])}
     valid = {"x": x, "residual": x, "weight": f(8), "eps": 1e-6}
-    yield ops.add_rms_norm, valid, norm | {"residual": TENSOR[1:]}
-    yield ops.all_reduce_rms_norm, {**valid, "team": team}, {**norm, **team_and, "factored": FLAG}
+    yield ops.add_rms_norm, valid, norm | {"residual": TENSOR[1:], "invariant": FLAG}
+    yield ops.all_reduce_rms_norm, {**valid, "team": team}, {**norm, **team_and, "factored": FLAG, "invariant": FLAG}
     matrices = {"a": TENSOR, "b": TENSOR}
     yield ops.matmul, {"a": x, "b": x}, {**matrices, "invariant": FLAG}
     yield ops.matmul, {"a": x, "b": x, "invariant": True}, matrices

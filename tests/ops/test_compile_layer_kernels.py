@@ -33,12 +33,13 @@ KERNELS = (
     "paged_attention_whole", "paged_attention_few", "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
-# Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32; sinks and a soft cap.
+# Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32; sinks and a soft cap; squares
+# that are added in pairs.
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
     "paged_attention_few_window", "silu_mul_gelu", "add_rms_norm_wide", "qk_norm_rope_wide", "decode_attention_wide",
     "decode_attention_scored", "decode_attention_gated", "paged_attention_scored", "paged_attention_few_window_scored",
-    "paged_prefill_attention_window_scored",
+    "paged_prefill_attention_window_scored", "add_rms_norm_invariant",
 )  # fmt: skip
 # New tokens of a sequence in paged_attention_few.
 FEW = 4
@@ -69,7 +70,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         return compiled(sigmoid_mul_kernel, *arguments, arch=arch, ROWS=4, BLOCK=256, **options)
     if name.startswith("add_rms_norm"):
         warps = warps_of(5120 * dtype.itemsize)
-        constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
+        constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps, "INVARIANT": "invariant" in name}
         return compiled(add_rms_norm_kernel, x, x, weight, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
     in_parts, biased, window = "of_parts" in name, "biased" in name, 100 if "window" in name else None
     scores = ScoreRule(0.1, 0.2, x) if name.endswith("scored") else ScoreRule(0.1)

@@ -173,6 +173,19 @@ def test_gated_delta_nets_after_experts_in_fp8(world_size, monkeypatch):
     assert found["gated_delta_net_step"] == 2 and found["grouped_matmul"] > 0 and found["quantize_rows"] > 0
 
 
+def test_launches_of_a_layer_of_the_same_bits(monkeypatch):
+    """Ten of a decode step: the tree of the all-reduce, the residual and the norm are one."""
+    options = {"mode": "invariant", "dtype": torch.bfloat16}
+    sizes = dataclasses.replace(WIDE, num_attention_heads=8)
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, sizes, **options) - launches(monkeypatch, 1, tokens, sizes, **options)
+        for tokens in (1, 2)
+    )
+    # Nodes of qkv and gate_up, which several programs add up here; of a larger gate_up one program adds up both.
+    expected = {**NORMS, "sliced": 4, "sum_nodes": 2, "qk_norm_rope": 1, "fixed_runs": 1, "silu_mul": 1}
+    assert prompt == expected and both - prompt == expected
+
+
 def test_experts_of_the_same_bits_round_their_rows(monkeypatch):
     """Their GEMMs in slices take rows of 16 bits."""
     options = {"mode": "invariant", "dtype": torch.bfloat16, "quantization": "fp8"}

@@ -25,7 +25,7 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def kernel(x: torch.Tensor) -> torch.Tensor:
-            return add_rms_norm(x, None, self.weight, self.eps)[0]
+            return add_rms_norm(x, None, self.weight, self.eps, invariant=True)[0]
 
         def by_torch(x: torch.Tensor) -> torch.Tensor:
             wide = x.float()

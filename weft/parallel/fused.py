@@ -66,17 +66,23 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: NextWeights = None
+    x: Tensor,
+    residual: Tensor | None,
+    norm: NormWeights | None,
+    weight: NextWeights = None,
+    *,
+    invariant: bool = False,
 ) -> tuple[Tensor | Fp8 | RowsBeside, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
 
     Without a norm normed is hidden, by torch's addition.
     weight  of the GEMM that takes the normed rows, in the form that it asks for; None: of 16 bits
+    invariant  of ``ops.add_rms_norm``
     """
     if norm is None:
         hidden = x if residual is None else x + residual
         return hidden, hidden
-    return ops.add_rms_norm(x, residual, norm.weight, norm.eps, fp8=rows_for(weight, x.dtype))
+    return ops.add_rms_norm(x, residual, norm.weight, norm.eps, fp8=rows_for(weight, x.dtype), invariant=invariant)
 
 
 def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:

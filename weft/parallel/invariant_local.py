@@ -18,13 +18,24 @@ from weft.kernels.slices import SLICES
 from weft.ops.moe.grouped_matmul import products_of_slices
 from weft.ops.moe.moe_sum import moe_nodes
 from weft.ops.moe.route import LONE_TOKENS
-from weft.parallel.fused import activated, add_norm, embed, output
+from weft.parallel import fused
+from weft.parallel.fused import activated, embed
 from weft.parallel.invariant_attention import attend
-from weft.parallel.plain import adjusted_logits
+from weft.parallel.plain import adjusted_logits, scaled
 from weft.parallel.quantized import rows_between
-from weft.parallel.tensors import AttentionWeights, DeltaWeights, MLAWeights, MLPWeights, MoEWeights, VocabWeights
+from weft.parallel.tensors import (
+    AttentionWeights,
+    DeltaWeights,
+    MLAWeights,
+    MLPWeights,
+    MoEWeights,
+    NextWeights,
+    NormWeights,
+    VocabWeights,
+)
 
 if TYPE_CHECKING:
+    from weft.kernels.fp8 import Fp8, RowsBeside
     from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
@@ -43,6 +54,18 @@ def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: St
     if w.unrotated is not None:
         raise ValueError("mode='invariant': norms after the rotary embedding have no invariant design")
     return ops.matmul(x, w.qkv, invariant=True)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: NextWeights = None
+) -> tuple[Tensor | Fp8 | RowsBeside, Tensor]:
+    """``weft.parallel.fused.add_norm`` with the bits of a norm that comes with the sum over the ranks."""
+    return fused.add_norm(x, residual, norm, weight, invariant=True)
+
+
+def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:
+    """Rows of attention or MLP as they are added to the residual: normed, then scaled, a launch each."""
+    return scaled(x if norm is None else add_norm(x, None, norm)[0], scale)
 
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:

@@ -61,7 +61,10 @@ def plan_step(
         recipe, reason = _replicated(tokens, layer, _ranks(team), team.caps)
     if mode == "replicated" and adds_up and recipe == FUSED_NORM:
         return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
-    return replace(plan_layer(tokens, mode=mode, team=team, fused=fused, layer=layer), reason=reason)
+    plan = plan_layer(tokens, mode=mode, team=team, fused=fused, layer=layer)
+    if isinstance(plan.recipe, Invariant):
+        plan = replace(plan, recipe=replace(plan.recipe, sums_in_norm=takes_rows(hidden_size * dtype.itemsize)))
+    return replace(plan, reason=reason)
 
 
 def plan_layer(

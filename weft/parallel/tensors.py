@@ -31,6 +31,17 @@ class SplitK:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceNodes:
+    """This rank's nodes of a sum over all ranks, [count, M, N], for the next kernel (weft.kernels.slices)."""
+
+    nodes: Tensor
+
+    def rows(self, rows: Tensor) -> SliceNodes:
+        """The nodes of these rows of the sum."""
+        return SliceNodes(self.nodes[:, rows])
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Rows h of this rank's experts before their second GEMM, which the next norm's op computes.
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from tests.compiling import TARGETS, a_view, compiled, compiled_exchange, sums_of
 from tests.sampled import sampled
 from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
+from weft.kernels.slices import SLICES
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, push_of
 from weft.ops.collectives.barrier import barrier_kernel
@@ -44,6 +45,14 @@ KERNELS = {
     )
     for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
 }  # fmt: skip
+# In a tree, of a rank's nodes.
+KERNELS |= {
+    f"norm_{'two' if two_shot else 'one'}_shot_tree{fp8}": (
+        all_reduce_rms_norm_kernel, "lamport",
+        {"TWO_SHOT": two_shot, "DEFERRED": False, "WIDTH": WIDTH, "PART": 256, "TREE": True},
+    )
+    for two_shot in (False, True) for fp8 in ("", "_fp8")
+}  # fmt: skip
 # With normed rows in fp8; whole norms with rows in 16 bits beside.
 KERNELS |= {
     f"{name}{beside}_fp8": row
@@ -63,7 +72,10 @@ def plans(name, world_size):
         caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * world_size)
         here = machine(caps, world_size)
         call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here)
-        design = (TwoShot if "two_shot" in name else OneShot)(push=ALL_REDUCE_RMS_NORM.plan(call, here).design.push)
+        push = ALL_REDUCE_RMS_NORM.plan(call, here).design.push
+        if "tree" in name:
+            push = ALL_REDUCE_RMS_NORM.plan(call._replace(invariant=True), here).design.hops.design.push
+        design = (TwoShot if "two_shot" in name else OneShot)(push=push)
         return [push_of(design, 2, RowFormat("group") if name.endswith("fp8") else None)]
     limits = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
     ruled = [
@@ -90,7 +102,8 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
     first, more = torch.zeros(16) if "of_parts" in name else x, ()
     if name.startswith("norm"):
-        summands, normed, fp8 = tl.constexpr(MAX_PARTIALS_LEFT if "of_parts" in name else 1), x, None
+        count = MAX_PARTIALS_LEFT if "of_parts" in name else SLICES // world_size if "tree" in name else 1
+        summands, normed, fp8 = tl.constexpr(count), x, None
         if name.endswith("fp8"):
             beside = (x,) if "beside" in name else ()
             normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128, *beside)
@@ -134,7 +147,7 @@ def test_compiles(arch, name):
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8")])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8") and "tree" not in name])
 def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
     plain = name.removesuffix("_fp8").removesuffix("_beside")
     rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, plain))

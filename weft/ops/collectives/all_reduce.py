@@ -329,11 +329,14 @@ def _push(
 
 
 def drawn(case: Case, draw: Draw) -> torch.Tensor:
-    """Summand of a rank; a case with the field ``partials`` has that number of split-K partials, fp32."""
+    """Summand of a rank; a case with the field ``partials`` has that number of split-K partials, fp32.
+
+    Under ``invariant`` they are nodes of a tree.
+    """
     partials = case.field("partials")
     if partials is None:
         return draw.own("x", case.sizes)
-    return draw.own("x", (partials, *case.sizes), dtype=FP32)
+    return draw.own("x", (partials, *case.sizes), dtype=case.dtype if case.field("invariant") else FP32)
 
 
 def whole_of(case: Case, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)  
 deferred:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the GEMM that follows
 one_shot   a row --to all--> sum, norm                          1 hop
 two_shot   W rows --one to each--> sum --to all--> W norms      2 hops, fewer bytes
+tree       either with the sum in a tree over the ranks, of the same bits on any number (weft.ops.collectives.tree_norm)
 
 A row is cut into parts of about 512 bytes, a program each, because one program is slow to push a whole row to three peers. The
 programs of a row exchange their sums of squares through the GPU's own memory. A deferred RMS scale needs no exchange, which
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -39,12 +40,13 @@ from weft.kernels.fp8 import (
 )
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
-from weft.ops.collectives import all_reduce, cases
+from weft.ops.collectives import all_reduce, cases, tree_norm
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import (
     OWN_FIRST,
     RANK_ORDER,
     CollectiveCall,
+    NormCall,
     OneShot,
     TwoShot,
     checked_shape,
@@ -52,9 +54,11 @@ from weft.ops.collectives.collective import (
 from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
+from weft.ops.collectives.tree import Tree
+from weft.ops.collectives.tree_norm import TreeThenNorm
 from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8
 from weft.ops.local import check_rounds, norm_dtypes
-from weft.ops.op import Op, define, register
+from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import (
     FLOATS,
     HALVES,
@@ -91,32 +95,43 @@ class ReduceThenNorm:
     reduce: Planned
 
 
-class NormCall(NamedTuple):
-    """Inputs of the plan. nbytes, row_bytes: bytes of the normed tensor, and of a row of it."""
-
-    nbytes: int
-    row_bytes: int
-    dtype: torch.dtype
-    design: str = AUTO
+Design = OneShot | TwoShot | ReduceThenNorm | Tree | TreeThenNorm
 
 
 class AllReduceRMSNorm(Op):
     name, alias = "all_reduce_rms_norm", "all-reduce-rms-norm"
-    bits = {"one_shot": RANK_ORDER, "two_shot": RANK_ORDER, "over_nodes": OWN_FIRST}
-    designs = {"one_shot": OneShot, "two_shot": TwoShot, "over_nodes": ReduceThenNorm}
-    internal = ("over_nodes",)
+    bits = {
+        "one_shot": RANK_ORDER,
+        "two_shot": RANK_ORDER,
+        "over_nodes": OWN_FIRST,
+        "tree": INVARIANT,
+        "tree_then_norm": INVARIANT,
+    }
+    designs = {
+        "one_shot": OneShot,
+        "two_shot": TwoShot,
+        "over_nodes": ReduceThenNorm,
+        "tree": Tree,
+        "tree_then_norm": TreeThenNorm,
+    }
+    internal = ("over_nodes", "tree", "tree_then_norm")
+    variants = options = ("invariant",)
     sizes = ("shape",)
     form = "rows"
     dtypes = FLOATS
     spans_nodes = True
     differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
+    ) -> NormCall:
         shape = checked_shape(self.name, sizes[0])
         check_row(shape[-1] if shape else 0, dtype.itemsize)
-        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
+        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design, invariant)
 
     def choose(self, call: NormCall, machine: Machine) -> Planned:
+        if call.invariant and call.design == AUTO:
+            return tree_norm.planned(self.name, call, machine)
         if machine.nodes == 1:
             return super().choose(call, machine)
         if call.design != AUTO:
@@ -141,7 +156,8 @@ class AllReduceRMSNorm(Op):
         return "" if machine.world_size == 1 else super().no_row(call, machine)
 
     def space(self, call: NormCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        for kind in (OneShot, TwoShot) if machine.world_size > 1 and machine.nodes == 1 else ():
+        searched = machine.world_size > 1 and machine.nodes == 1 and not call.invariant
+        for kind in (OneShot, TwoShot) if searched else ():
             for part, num_warps in ROW_PARTS:
                 parts = min(cdiv(call.row_bytes, part), machine.caps.sms)
                 row_bytes = cdiv(call.row_bytes, parts * LINE_BYTES) * LINE_BYTES
@@ -201,28 +217,31 @@ class AllReduceRMSNorm(Op):
         self, case: Case, team: Team, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
-        arguments = x, residual, weight, CASES_EPS, team, case.design
+        arguments, options = (x, residual, weight, CASES_EPS, team), {"invariant": bool(case.field("invariant"))}
+        if isinstance(case.design, str):
+            options |= {"factored": deferred, "algorithm": case.design}
         if format := format_of(case, residual):
-            normed, _ = all_reduce_rms_norm(*arguments, factored=deferred)
-            rows, hidden = all_reduce_rms_norm(*arguments, factored=deferred, fp8=format)
+            normed, _ = all_reduce_rms_norm(*arguments, **options)
+            rows, hidden = all_reduce_rms_norm(*arguments, **options, fp8=format)
             if deferred:
                 return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
             return agreed(normed, rows, format), hidden
         if isinstance(case.design, str):
-            return all_reduce_rms_norm(*arguments, factored=deferred)
+            return all_reduce_rms_norm(*arguments, **options)
         normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
     cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 
-    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot | ReduceThenNorm:
+    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str, invariant: bool = False) -> Design:
         """Design for tensors of the shape and dtype of ``residual``."""
-        call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
+        row_bytes = residual.shape[-1] * residual.itemsize
+        call = NormCall(residual.nbytes, row_bytes, residual.dtype, algorithm, invariant)
         return self.plan(call, machine_of(team)).design
 
     def run(
         self,
-        design: OneShot | TwoShot | ReduceThenNorm,
+        design: Design,
         team: Team,
         x: torch.Tensor | PairSum,
         residual: torch.Tensor,
@@ -234,19 +253,25 @@ class AllReduceRMSNorm(Op):
         """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors.
 
         In a ``format`` of fp8 rows and their scales, in place of normed or scaled, and with rows ``beside`` these last.
-        Arguments are checked, of any strides.
+        Arguments are checked, of any strides. x: of a tree also its nodes.
         """
         self.check_design(design)
-        if isinstance(design, ReduceThenNorm):
-            total = ALL_REDUCE.run(design.reduce.design, team, _joined(x, residual, team))
+        if isinstance(design, (ReduceThenNorm, TreeThenNorm)):
+            in_tree, reduce = isinstance(design, TreeThenNorm), design.reduce.design
+            if in_tree:
+                nodes = x.contiguous().view(-1, *residual.shape)
+                total = ALL_REDUCE.run_of_nodes(reduce, team, nodes, residual.dtype)
+            else:
+                total = ALL_REDUCE.run(reduce, team, _joined(x, residual, team))
             if format is not None:
-                return ADD_RMS_NORM_FP8.forward(total, residual, weight, eps, format)
-            return ADD_RMS_NORM.forward(total, residual, weight, eps)
+                return ADD_RMS_NORM_FP8.forward(total, residual, weight, eps, format, in_tree)
+            return ADD_RMS_NORM.forward(total, residual, weight, eps, in_tree)
         if format is not None and format.kind == "token":
             # The parts of a row would have to wait for each other once more.
             normed, *more = self.run(design, team, x, residual, weight, eps, deferred)
             return *quantized_parts(normed, format, team.caps), *more, *(normed for _ in range(format.beside))
         width, itemsize, fp8 = residual.shape[-1], residual.itemsize, None
+        in_tree, design = isinstance(design, Tree), design.hops.design if isinstance(design, Tree) else design
         plan, two_shot = push_of(design, itemsize, format), isinstance(design, TwoShot)
         hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
         beside: list[torch.Tensor] = []
@@ -288,16 +313,24 @@ class AllReduceRMSNorm(Op):
                 PART=plan.row_bytes // itemsize,
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
+                TREE=in_tree,
             )
         return (*made, hidden, *beside) if squares is None else (*made, hidden, squares)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        team: str,
+        algorithm: str,
+        invariant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        return self.run(self.plan_of(residual, members, algorithm), members, x, residual, weight, eps)
+        return self.run(self.plan_of(residual, members, algorithm, invariant), members, x, residual, weight, eps)
 
-    def fake(self, x, residual, weight, eps, team, algorithm):
+    def fake(self, x, residual, weight, eps, team, algorithm, invariant=False):
         return self.like(residual, team, algorithm)
 
     def like(
@@ -350,13 +383,14 @@ class AllReduceRMSNormFp8(Op):
         algorithm: str,
         deferred: bool,
         format: RowFormat,
+        invariant: bool = False,
     ) -> list[torch.Tensor]:
         members = find_team(team)
         check_e4m3("all_reduce_rms_norm", members.caps)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, invariant)
         return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
 
-    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format):
+    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format, invariant=False):
         return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format))
 
 
@@ -423,6 +457,7 @@ def all_reduce_rms_norm(
     *,
     factored: bool = False,
     fp8: RowFormat | None = None,
+    invariant: bool = False,
 ) -> tuple[torch.Tensor | Fp8 | RowsBeside | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
@@ -437,6 +472,10 @@ def all_reduce_rms_norm(
     fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
                weight that follows. residual is then [T, H]. With a scale for each token by a kernel more. With ``beside``,
                of whole norms alone, a ``RowsBeside`` is returned
+    invariant  the bits of ``all_reduce(invariant=True)``, then ``add_rms_norm(invariant=True)``, which are the same on 1, 2, 4
+               and 8 ranks: the sum is a tree in rank order, each node of it rounded to x's dtype, of 16 bits, before the
+               residual is added. x may be a rank's nodes, [nodes, ..., H] of a power of two of neighbours, at most 8 / W, in
+               place of partials. With algorithm "auto", whole norms
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
@@ -447,7 +486,9 @@ def all_reduce_rms_norm(
     check_is_tensor(op, "residual", residual)
     check_scalar(op, "eps", eps)
     check_factored(op, factored, team)
-    in_partials = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
+    check_flag(op, "invariant", invariant)
+    of_parts = (residual.dtype,) if invariant else (torch.float32,)
+    in_partials = x.dtype in of_parts and residual.dtype in HALVES and x.dim() == residual.dim() + 1
     check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
     for name, tensor in (("residual", residual), ("weight", weight)):
         dtype = residual.dtype if in_partials else x.dtype
@@ -455,9 +496,13 @@ def all_reduce_rms_norm(
         check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
     check_choice(op, "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
     check_has_rows(op, "x", x)
+    if invariant:
+        tree_norm.check(op, x, residual, team.size, algorithm, factored)
     if in_partials and x.shape[0] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, no partial; pass the result of matmul_parts")
-    whole, partials = (x.shape[1:], " in split-K partials") if in_partials else (x.shape, "")
+    whole, partials = (
+        (x.shape[1:], " in nodes" if invariant else " in split-K partials") if in_partials else (x.shape, "")
+    )
     for name, tensor, shape in (("residual", residual, whole), ("weight", weight, whole[-1:])):
         if tensor.shape != shape:
             raise ValueError(
@@ -469,7 +514,7 @@ def all_reduce_rms_norm(
     if fp8 is not None:
         if factored and fp8.beside:
             raise ValueError(f"{op}: fp8.beside=True with factored=True, whose rows are not whole; pass one of the two")
-        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8
+        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8, invariant
         rows, scales, hidden, *more = _FP8.dispatch(*arguments)
         if factored:
             return DeferredNorm(fp8_of(rows, scales, fp8), *more, eps), hidden
@@ -477,4 +522,4 @@ def all_reduce_rms_norm(
     if factored:
         scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
         return DeferredNorm(scaled, squares, eps), hidden
-    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm)
+    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm, invariant)

@@ -145,6 +145,12 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
         for w in (1, 3, 8):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), fields=deferred)
             yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)
+    in_tree = ("invariant", True)
+    for w, dtype, shape, fields in (
+        (1, BF16, (5, 760), (("partials", 8),)), (2, FP16, (2, 3, 640), ()), (2, BF16, (5, 48), (("partials", 4),)),
+        (4, BF16, (3, 640), (("partials", 2), ("fp8_rows", "group"))), (8, BF16, (5, 72), (("wide_norm", True),)),
+    ):  # fmt: skip
+        yield Case(op=op.name, world_size=w, dtype=dtype, sizes=shape, fields=(in_tree, *fields))
 
 
 # --- on GPUs: for each design and dtype a call of some rounds first, which is also repeated hundreds of times (tests/gpu), then

@@ -48,6 +48,19 @@ class CollectiveCall(NamedTuple):
     invariant: bool = False
 
 
+class NormCall(NamedTuple):
+    """Inputs of the plan of all_reduce_rms_norm.
+
+    nbytes, row_bytes: bytes of the normed tensor, and of a row of it. invariant: as of ``CollectiveCall``
+    """
+
+    nbytes: int
+    row_bytes: int
+    dtype: torch.dtype
+    design: str = AUTO
+    invariant: bool = False
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:

@@ -13,7 +13,8 @@ from weft.kernels.fp8 import Fp8Rows, store_rows
 from weft.kernels.pair_sums import sum_of_pairs
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
-from weft.kernels.rms_norm import squares_of
+from weft.kernels.rms_norm import squares_of, sum_of_rows
+from weft.kernels.slices import node_of, node_of_ranks
 from weft.runtime.team.team import Team
 from weft.transport.plans import PushPlan
 from weft.transport.push import (
@@ -37,7 +38,7 @@ class Summands(NamedTuple):
 
     A PairSum may take its place.
 
-    first   [n, WIDTH]; fp32 if there are several
+    first   [n, WIDTH]; fp32 if there are several, but of hidden's dtype in a TREE, where they are neighbouring nodes
     stride  elements from one summand to the next
     count   of summands, a compile-time constant
     ids     None: the choices of a PairSum
@@ -72,13 +73,14 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr):
+def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr, TREE: tl.constexpr):
     """Sum of ``x`` [ROWS] fp32, not negative, over the PARTS programs of these rows; the same bits in all.
 
     Programs are numbered by row, then part.
     sums   fp32 [programs, STAGES, ROWS, PARTS], unwritten at first; [p] is the receive buffer of program p: the programs of its
            row write it, and only p clears it
     count  calls of this program, this one included
+    TREE   parts are added as of ``sum_of_rows``
     reuse  the programs take turns, so three stages would suffice (weft.language.lamport): a program that sends count + 1 has
            received ``count`` from all other programs, which they sent after they had cleared count - 2
     """
@@ -92,19 +94,41 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
     sent = sums + (program - part + parts)[None, :] * (STAGES * SIZE) + now + rows * PARTS + part
     wl.lamport_store(sent, tl.broadcast_to(x[:, None], (ROWS, BLOCK)), there)
     arriving = sums + program * (STAGES * SIZE) + rows * PARTS + parts[None, :]
-    return tl.sum(wl.lamport_receive(arriving + now, arriving + before, there, team), axis=1)
+    return sum_of_rows(wl.lamport_receive(arriving + now, arriving + before, there, team), TREE)
 
 
 @triton.jit
-def summed(x, place, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.constexpr, UNROLLED: tl.constexpr):
+def summed(
+    x,
+    place,
+    row,
+    column,
+    there,
+    exists,
+    WIDTH: tl.constexpr,
+    dtype: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    TREE: tl.constexpr,
+):
     """Elements of this rank's x at ``row`` (int64) and ``column``, rounded to ``dtype``.
 
     x  ``Summands`` or ``PairSum``; place: row * WIDTH + column; there, exists: masks of elements, of rows
     """
-    if x.ids is None:
+    if TREE:
+        return node_of(x.first + place, there, x.stride, x.count, True, dtype).to(dtype)
+    elif x.ids is None:
         return rounded_sum(x.first + place, there, x.stride, x.count, dtype)
     else:
         return sum_of_pairs(x, row, column, there, exists, WIDTH, dtype, UNROLLED)
+
+
+@triton.jit
+def over_ranks(received, TREE: tl.constexpr):
+    """Sum of the ranks' rows [ROWS, BLOCK], fp32; in a TREE the node above them."""
+    if TREE:
+        return node_of_ranks(received)
+    else:
+        return sum_of_ranks(received)
 
 
 @triton.jit
@@ -123,10 +147,14 @@ def all_reduce_rms_norm_kernel(
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     DEFERRED: tl.constexpr,
+    TREE: tl.constexpr = False,
 ):
     """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight
 
     DEFERRED   normed = hidden * weight, and norm.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH
+    TREE       the bits of all_reduce(invariant=True), then add_rms_norm(invariant=True): the sum is the node above the ranks'
+               nodes (weft.kernels.slices), rounded before the residual is added, and squares are added in pairs, of parts too,
+               whose length is a power of two. Not DEFERRED
     grid       (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
                from p * PART on
     one-shot   a tile is a row, sent and received once
@@ -162,15 +190,15 @@ def all_reduce_rms_norm_kernel(
             asked = is_sent(team, ROWS) & (to_peer < rest)
             there = asked & inside[None, :]
             place = (first + to_peer) * WIDTH + columns[None, :]
-            rows = summed(x, place, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False)
+            rows = summed(x, place, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False, TREE)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             of_rank = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
             here = wl.rank(team) < rest
-            own = summed(x, of_rank, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
+            own = summed(x, of_rank, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False, TREE)
             before = tl.load(norm.residual + of_rank, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
-            part = (sum_of_ranks(received) + before).to(dtype)
+            part = (over_ranks(received, TREE) + before).to(dtype)
             send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
             whole = receive(part, slot, epoch + 1, epoch, team, ordered, ROWS, TRANSPORT, PART)
             place = (first + ranks) * WIDTH + columns[None, :]
@@ -180,8 +208,8 @@ def all_reduce_rms_norm_kernel(
                 tl.store(norm.squares + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
                 result = whole.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(whole), norm.squares, count, parts, team, ROWS)
-                result = rms_norm(whole, squares, scale, norm.eps, WIDTH)
+                squares = sum_over_parts(squares_of(whole, TREE), norm.squares, count, parts, team, ROWS, TREE)
+                result = rms_norm(whole, squares, scale, norm.eps, WIDTH, TREE)
             tl.store(hidden + place, whole, mask=here & inside[None, :])
             exists, token = tl.arange(0, ROWS) < min(rest, world), first + tl.arange(0, ROWS)
             stored = here & inside[None, :]
@@ -192,18 +220,18 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = summed(x, place, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True)
+            own = summed(x, place, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True, TREE)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
-            total = (sum_of_ranks(received) + before).to(dtype)[None, :]
+            total = (over_ranks(received, TREE) + before).to(dtype)[None, :]
             if DEFERRED:
                 at = tl.cast(row, tl.int64) * parts + program % parts
                 tl.store(norm.squares + at + tl.arange(0, 1), squares_of(total) / WIDTH)
                 result = total.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(total), norm.squares, count, parts, team, 1)
-                result = rms_norm(total, squares, scale, norm.eps, WIDTH)
+                squares = sum_over_parts(squares_of(total, TREE), norm.squares, count, parts, team, 1, TREE)
+                result = rms_norm(total, squares, scale, norm.eps, WIDTH, TREE)
             here = place[None, :]
             tl.store(hidden + here, total, mask=inside[None, :])
             token, exists = row + tl.arange(0, 1), row + tl.arange(0, 1) < n

@@ -64,15 +64,20 @@ def planned(call: CollectiveCall, machine: Machine, choose: Callable[[Collective
 
     choose: plan of one by stores
     """
-    if machine.world_size not in WORLD_SIZES or machine.nodes > 1:
-        raise ValueError(
-            f"all_reduce: invariant=True on {machine.world_size} ranks of {machine.nodes} node(s): a tree of {SLICES} slices "
-            f"spans 1, 2, 4 or 8 ranks of one node"
-        )
+    check_ranks("all_reduce", machine)
     if machine.world_size == 1:
         return Planned("tree", Tree(), "invariant, one rank: it adds up its nodes")
     hops = choose(call._replace(invariant=False))
     return Planned("tree", Tree(hops=hops), f"invariant: nodes in rank order; {hops.reason}")
+
+
+def check_ranks(op: str, machine: Machine) -> None:
+    """ValueError unless a tree spans the ranks."""
+    if machine.world_size not in WORLD_SIZES or machine.nodes > 1:
+        raise ValueError(
+            f"{op}: invariant=True on {machine.world_size} ranks of {machine.nodes} node(s): a tree of {SLICES} slices "
+            f"spans 1, 2, 4 or 8 ranks of one node"
+        )
 
 
 def run(

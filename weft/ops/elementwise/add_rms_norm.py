@@ -21,11 +21,11 @@ from weft.kernels.fp8 import (
     store_row,
     written_of,
 )
-from weft.kernels.rms_norm import inverse_rms, squares_of
+from weft.kernels.rms_norm import inverse_rms, squares_of, sum_of_rows
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape, norm_dtypes
 from weft.ops.op import INVARIANT, Op, define, register
-from weft.ops.registration import FLOATS, check_has_rows, check_scalar
+from weft.ops.registration import FLOATS, HALVES, check_flag, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
@@ -36,12 +36,24 @@ CASES_EPS = 1e-6
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    normed,
+    hidden,
+    eps,
+    fp8,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INVARIANT: tl.constexpr = False,
+):
     """hidden[t, :] = round(x[t, :] + residual[t, :])
     normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
 
     All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``. residual: None for zeros.
     fp8  ``Fp8Rows``: normed is then put in fp8, and written in 16 bits beside if it says so; else None
+    INVARIANT  squares are added in pairs (weft.kernels.rms_norm), whatever the warps and the layout
     """
     dtype: tl.constexpr = x.dtype.element_ty
     # A line of the tile is a group of columns under one scale, in 16 bits too: so sums have one order with and without fp8.
@@ -56,8 +68,11 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl
     if residual is not None:
         total = (total.to(tl.float32) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)).to(dtype)
     tl.store(hidden + place, total, mask=inside)
-    squares = tl.sum(squares_of(total), axis=0)
-    result = total.to(tl.float32) * inverse_rms(squares, eps, WIDTH) * scale
+    if INVARIANT:
+        squares = sum_of_rows(squares_of(total, True)[None, :], True)[:, None]
+    else:
+        squares = tl.sum(squares_of(total), axis=0)
+    result = total.to(tl.float32) * inverse_rms(squares, eps, WIDTH, INVARIANT) * scale
     store_row(result.to(dtype), normed, place, inside, fp8, row, WIDTH)
 
 
@@ -67,7 +82,13 @@ def warps_of(row_bytes: int) -> int:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, fp8: RowFormat | None = None
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    fp8: RowFormat | None = None,
+    invariant: bool = False,
 ) -> tuple[torch.Tensor | Fp8 | RowsBeside, torch.Tensor]:
     """``(normed, hidden)``: hidden = ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
@@ -76,6 +97,8 @@ def add_rms_norm(
     weight    [H] of x's dtype, or fp32
     fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8.
               With ``beside`` a ``RowsBeside`` of both is returned
+    invariant the bits of ``all_reduce_rms_norm(invariant=True)`` of whole sums, for x of 16 bits: squares are added in pairs of
+              neighbours, the mean and eps by one multiply-add. Without it their order is this kernel's alone
 
     Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
     one, as by ``all_reduce_rms_norm``. A row's bits depend on the row alone. No backward. ValueError for wrong arguments.
@@ -83,6 +106,9 @@ def add_rms_norm(
     check_like("add_rms_norm", "x", x, None, FLOATS)
     check_scalar("add_rms_norm", "eps", eps)
     check_has_rows("add_rms_norm", "x", x)
+    check_flag("add_rms_norm", "invariant", invariant)
+    if invariant and x.dtype not in HALVES:
+        raise ValueError(f"add_rms_norm: invariant=True with x of {x.dtype}; pass bfloat16 or float16")
     for name, tensor, shape, dtypes in (
         ("x", x, x.shape, (x.dtype,)),
         ("residual", residual, x.shape, (x.dtype,)),
@@ -98,8 +124,8 @@ def add_rms_norm(
         )
     check_rounds("add_rms_norm", fp8, "x", x, beside=True)
     if fp8 is None:
-        return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
-    rows, scales, hidden, *beside = ADD_RMS_NORM_FP8.dispatch(x, residual, weight, eps, fp8)
+        return ADD_RMS_NORM.dispatch(x, residual, weight, eps, invariant)
+    rows, scales, hidden, *beside = ADD_RMS_NORM_FP8.dispatch(x, residual, weight, eps, fp8, invariant)
     return written_of(rows, scales, fp8, beside), hidden
 
 
@@ -124,9 +150,10 @@ class AddRMSNorm(Op):
 
     def call(self, case: Case, team: Team, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (given[0], None, given[2]) if case.field("alone") else given
-        normed, hidden = add_rms_norm(*tensors, CASES_EPS)
+        invariant = bool(case.field("invariant"))
+        normed, hidden = add_rms_norm(*tensors, CASES_EPS, invariant=invariant)
         if format := format_of(case, normed):
-            rows, hidden = add_rms_norm(*tensors, CASES_EPS, fp8=format)
+            rows, hidden = add_rms_norm(*tensors, CASES_EPS, fp8=format, invariant=invariant)
             normed = agreed(normed, rows, format)
         return normed, hidden
 
@@ -141,15 +168,21 @@ class AddRMSNorm(Op):
                 yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind), *beside))
         for dtype, fields in ((FP16, ()), (BF16, ()), (BF16, (("fp8_rows", "group"),))):
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(*fields, ("wide_norm", True)))
+        for dtype, sizes, fields in (
+            (BF16, (3, 5, 640), ()),
+            (FP16, (7, 1), ()),
+            (BF16, (5, 1200), (("fp8_rows", "group"),)),
+        ):
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(*fields, ("invariant", True)))
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, invariant: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, hidden = self.fake(x, residual, weight, eps)
-        _launch(x, residual, weight, (normed, hidden), eps, None)
+        _launch(x, residual, weight, (normed, hidden), eps, None, invariant)
         return normed, hidden
 
-    def fake(self, x, residual, weight, eps):
+    def fake(self, x, residual, weight, eps, invariant=False):
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
@@ -162,15 +195,21 @@ class AddRMSNormFp8(Op):
     name = alias = "add_rms_norm_fp8"
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, format: RowFormat
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        format: RowFormat,
+        invariant: bool = False,
     ) -> list[torch.Tensor]:
         check_e4m3("add_rms_norm", capabilities_of(x.device))
         rows, scales, hidden, *beside = results = self.fake(x, residual, weight, eps, format)
         fp8 = rows_argument(scales, format, x.dtype, next_power_of_2(x.shape[1]), *beside)
-        _launch(x, residual, weight, (rows, hidden), eps, fp8)
+        _launch(x, residual, weight, (rows, hidden), eps, fp8, invariant)
         return results
 
-    def fake(self, x, residual, weight, eps, format):
+    def fake(self, x, residual, weight, eps, format, invariant=False):
         like = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(1 + format.beside))
         return [*empty_rows(x, *x.shape, format), *like]
 
@@ -182,6 +221,7 @@ def _launch(
     results: tuple[torch.Tensor, torch.Tensor],
     eps: float,
     fp8: Fp8Rows | None,
+    invariant: bool,
 ) -> None:
     """Write (normed, hidden) of checked arguments into ``results``."""
     width = x.shape[-1]
@@ -191,9 +231,9 @@ def _launch(
 
     def constants() -> dict[str, Any]:
         sizes = {"WIDTH": width, "BLOCK": next_power_of_2(width), "num_warps": warps_of(row_bytes)}
-        return {**sizes, **launch_options(caps)}
+        return {**sizes, "INVARIANT": invariant, **launch_options(caps)}
 
-    launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes), constants)
+    launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes, invariant), constants)
     residual = None if residual is None else residual.contiguous()
     tensors = x.contiguous(), residual, weight.contiguous(), *results
     launch(x.numel() // width, *tensors, eps, fp8)

@@ -115,6 +115,17 @@ def matmul_all_reduce(
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant)
 
 
+def matmul_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
+    """This rank's nodes of an invariant matmul_all_reduce, [count, M, N], not added up over the ranks.
+
+    For ``all_reduce_rms_norm(invariant=True)`` and ``all_reduce_nodes``. No gradients. ValueError as of that op.
+    """
+    sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
+    if not isinstance(b, Fp8):
+        check_operands("matmul_all_reduce", a, b, team.device)
+    return MATMUL_ALL_REDUCE.nodes(team, a, b)
+
+
 class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
     saves = ("a", "b")
@@ -265,12 +276,21 @@ class MatmulAllReduce(Overlapped):
         into: Sequence[torch.Tensor],
         invariant: bool = False,
     ) -> None:
-        (b,), (out,), M = bs, into, a.shape[0]
+        (b,), (out,) = bs, into
+        self.run(self._agreed(team, a, b, invariant).design, team, a, b, out)
+
+    def nodes(self, team: Team, a: Operand, b: Operand) -> torch.Tensor:
+        """This rank's nodes of an invariant call, [count, M, N]."""
+        return sliced_reduce.nodes(self.name, self._agreed(team, a, b, True).design, team, a, b)
+
+    def _agreed(self, team: Team, a: Operand, b: Operand, invariant: bool) -> Planned:
+        """Plan of a call. ValueError on all ranks where theirs differ."""
+        M = a.shape[0]
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True")
             agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1]))
         call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
-        self.run(self.plan(call, machine_of(team)).design, team, a, b, out)
+        return self.plan(call, machine_of(team))
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
         members = find_team(team)

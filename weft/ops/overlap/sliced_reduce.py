@@ -45,7 +45,11 @@ def run(
     op: str, design: SlicedReduce, team: Team, a: Operand, b: Operand, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum of a @ b.T over the ranks: ``into``, or a new tensor."""
+    return ALL_REDUCE.run_of_nodes(design.collective.design, team, nodes(op, design, team, a, b), a.dtype, into)
+
+
+def nodes(op: str, design: SlicedReduce, team: Team, a: Operand, b: Operand) -> torch.Tensor:
+    """Nodes over this rank's slices, [count, M, N]."""
     slices = SLICES // team.size
     step = sliced.step_of(op, a.shape[1], slices, SLICES, isinstance(b, Fp8))
-    nodes = sliced.run(design.gemm.design, quantized(a, b), b, slices, rounded=True, step=step, dtype=a.dtype)
-    return ALL_REDUCE.run_of_nodes(design.collective.design, team, nodes, a.dtype, into)
+    return sliced.run(design.gemm.design, quantized(a, b), b, slices, rounded=True, step=step, dtype=a.dtype)

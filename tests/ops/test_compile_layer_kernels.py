@@ -40,6 +40,7 @@ WITH_OPTIONS = (
     "paged_attention_few_window", "silu_mul_gelu", "add_rms_norm_wide", "qk_norm_rope_wide", "decode_attention_wide",
     "decode_attention_scored", "decode_attention_gated", "paged_attention_scored", "paged_attention_few_window_scored",
     "paged_prefill_attention_window_scored", "add_rms_norm_invariant",
+    "qk_norm_rope_of_parts_invariant",
 )  # fmt: skip
 # New tokens of a sequence in paged_attention_few.
 FEW = 4
@@ -85,6 +86,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6, bias)
         kept = 18 if in_parts else 20 if biased else 16
         constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": kept, "ROWS": TILE // D, "QKV": qkv}
+        if "invariant" in name:
+            constexprs |= {"INVARIANT": True, "enable_fp_fusion": False}
         arguments = projected, norms, FP32, INTS, LONGS, x, cache, 640
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **options)
     if name.startswith("paged_prefill_attention"):

@@ -19,7 +19,7 @@ from weft.parallel.plain import without_gates
 from weft.parallel.quantized import rows_for
 from weft.parallel.rotary import table_of
 from weft.parallel.sequences import Sequences
-from weft.parallel.tensors import AttentionWeights
+from weft.parallel.tensors import AttentionWeights, SplitK, tensor_of
 from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 PAGE = 64
 
 
-def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor | Fp8:
+def attend(
+    qkv: Tensor | SplitK, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
+) -> Tensor | Fp8:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
     Two launches, one more where ``w.o`` takes rows in fp8 or attention is gated.
@@ -37,13 +39,14 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``, whose keys and values go
            into pages of this call
     """
+    qkv = tensor_of(qkv)
     if isinstance(step, Sequences):
         step, cache = paged(step, w, qkv)
     qkv, gate = without_gates(qkv, w) if w.gated else (qkv, None)
     (keys, values), scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     angles = step.angles if isinstance(step, WholeSequences) else table_of(step.angles, w.rotary)
     head = w.q_norm, w.k_norm, w.eps, angles
-    q = ops.qk_norm_rope(qkv, *head, step.positions, step.slots, keys, values, bias=w.bias, **scales)
+    q = ops.qk_norm_rope(qkv, *head, step.positions, step.slots, keys, values, bias=w.bias, invariant=True, **scales)
     options = {"scale": w.scale, "window": w.window, "softcap": w.softcap, "sinks": w.sinks, **scales}
     if step.is_prefill:
         rows = ops.paged_prefill_attention(q, keys, values, step.pages, step.spans, invariant=True, **options)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.slices import SLICES
+from weft.ops.gemm.matmul import matmul_column_nodes
 from weft.ops.moe.grouped_matmul import products_of_slices
 from weft.ops.moe.moe_sum import moe_nodes
 from weft.ops.moe.route import LONE_TOKENS
@@ -23,6 +24,7 @@ from weft.parallel.fused import activated, embed
 from weft.parallel.invariant_attention import attend
 from weft.parallel.plain import adjusted_logits, scaled
 from weft.parallel.quantized import rows_between
+from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
     DeltaWeights,
@@ -31,6 +33,7 @@ from weft.parallel.tensors import (
     MoEWeights,
     NextWeights,
     NormWeights,
+    SplitK,
     VocabWeights,
 )
 
@@ -43,8 +46,13 @@ NAME, FUSED = "invariant", True
 __all__ = ["activated", "add_norm", "attend", "embed", "experts", "gated", "logits", "output", "project"]
 
 
-def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step) -> Tensor:
-    """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
+def project(
+    x: Tensor | Fp8, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step | Sequences
+) -> Tensor | SplitK:
+    """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``.
+
+    Of few tokens two nodes of them, which the next kernel adds up, where norms or a bias of 16 bits say to what it rounds them.
+    """
     if not isinstance(w, AttentionWeights):
         raise ValueError(
             f"mode='invariant': {type(w).__name__} has no invariant design; use a model with plain attention"
@@ -53,7 +61,11 @@ def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: St
         raise ValueError("mode='invariant': norms over the heads of all ranks have no invariant design")
     if w.unrotated is not None:
         raise ValueError("mode='invariant': norms after the rotary embedding have no invariant design")
-    return ops.matmul(x, w.qkv, invariant=True)
+    says_dtype = any(one is not None and one.itemsize == 2 for one in (w.q_norm, w.bias))
+    if w.gated or isinstance(step, Sequences) or not says_dtype:
+        return ops.matmul(x, w.qkv, invariant=True)
+    product = matmul_column_nodes(x, w.qkv)
+    return SplitK(product) if product.dim() == 3 else product
 
 
 def add_norm(

@@ -59,6 +59,7 @@ def qk_norm_rope_kernel(
     KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     QKV: tl.constexpr,
+    INVARIANT: tl.constexpr = False,
 ):
     """Head h of token t is row t * (Q_HEADS + 2 kv_heads) + h of the work.    grid: (cdiv(rows, ROWS),)
 
@@ -69,6 +70,8 @@ def qk_norm_rope_kernel(
     keys       key_pages[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
     values     value_pages[page, h, offset, :] = x of the value, rounded. Of an fp8 cache both are ``as_bytes``
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
+    INVARIANT  the sum of the partials is rounded to q's dtype first, and squares are added in pairs (weft.kernels.rms_norm);
+               compiled without contraction: so partials and their sum give one and the same head
     """
     D: tl.constexpr = SIZES.dim
     HALF: tl.constexpr = D // 2
@@ -91,6 +94,8 @@ def qk_norm_rope_kernel(
         summand = source + part * tl.cast(projected.partial_stride, tl.int64)
         low += tl.load(summand, mask=exists[:, None], other=0.0)
         high += tl.load(summand + HALF, mask=exists[:, None], other=0.0)
+    if INVARIANT:
+        low, high = low.to(q.dtype.element_ty), high.to(q.dtype.element_ty)
     if norms.q_weight is not None:
         q_weight, k_weight = norms.q_weight + column, norms.k_weight + column
         low_weight = tl.where(is_query[:, None], tl.load(q_weight), tl.load(k_weight)).to(tl.float32)
@@ -110,7 +115,8 @@ def qk_norm_rope_kernel(
         low, high = a, b
     dtype: tl.constexpr = q.dtype.element_ty
     if norms.q_weight is not None:
-        scale = inverse_rms(squares_of(a) + squares_of(b), norms.eps, D)[:, None]
+        squares = squares_of(a, INVARIANT) + squares_of(b, INVARIANT)
+        scale = inverse_rms(squares, norms.eps, D, INVARIANT)[:, None]
         turned_low = norm_and_rotate(a, b, scale, low_weight, high_weight, cos, sin * -1.0).to(dtype)
         turned_high = norm_and_rotate(b, a, scale, high_weight, low_weight, cos, sin).to(dtype)
     else:
@@ -147,6 +153,8 @@ def qk_norm_rope(
     bias: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Normalised and rotated queries [T, Hq, D]; such keys and the new values go into the paged cache.
 
@@ -166,6 +174,8 @@ def qk_norm_rope(
                         None: there is none
     k_scale, v_scale    of a cache in e4m3: fp32, 1 element each, on the device, positive. Written are keys and values of the
                         result's dtype over the scale, saturated at 448 and rounded to the nearest even
+    invariant           partials, as ``matmul_column_nodes`` leaves them, give the bits of their sum, as
+                        ``matmul(invariant=True)`` rounds it. For results of 16 bits, without a ``DeferredNorm``
 
     The result is of the cache's dtype; with a cache in e4m3 of qkv's, or for partials of the weights' or the bias's, which are
     of 16 bits.
@@ -186,10 +196,14 @@ def qk_norm_rope(
         check_shape(op, name, x, shape)
     check_scalar(op, "eps", eps)
     check_flag(op, "with_keys", with_keys)
+    check_flag(op, "invariant", invariant)
+    if invariant and (squares is not None or heads_dtype(rows, keys, q_weight, bias) not in HALVES):
+        kind = "a deferred RMS scale" if squares is not None else f"heads of {heads_dtype(rows, keys, q_weight, bias)}"
+        raise ValueError(f"{op}: invariant=True with {kind}; pass rows or partials for heads of bfloat16 or float16")
     if squares is not None:
         check_scales(op, qkv.operand, rows)
     places = angles, positions, slots, keys, values
-    given = NormRopeArguments(rows, squares, norm_eps, norms, *places, with_keys, bias, k_scale, v_scale)
+    given = NormRopeArguments(rows, squares, norm_eps, norms, *places, with_keys, bias, k_scale, v_scale, invariant)
     return QK_NORM_ROPE.dispatch(given)
 
 
@@ -212,6 +226,7 @@ class NormRopeArguments(NamedTuple):
     bias: torch.Tensor | None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    invariant: bool = False
 
 
 def parts_of(qkv: torch.Tensor | DeferredNorm) -> tuple[torch.Tensor, torch.Tensor | None, float]:
@@ -361,8 +376,8 @@ class QKNormRope(Op):
     ) -> tuple[torch.Tensor, ...]:
         """(queries, keys, values)"""
         given, places = cases.Projection.of(case, *projection), (positions, slots, keys, values)
-        with_keys = bool(case.field("with_keys"))
-        q = qk_norm_rope(given.qkv, *given.norms, given.angles, *places, with_keys, given.bias)
+        with_keys, invariant = bool(case.field("with_keys")), bool(case.field("invariant"))
+        q = qk_norm_rope(given.qkv, *given.norms, given.angles, *places, with_keys, given.bias, invariant=invariant)
         return q, keys, values
 
     def cases(self) -> Iterator[Case]:
@@ -388,6 +403,8 @@ class QKNormRope(Op):
             (cases.SMALL, {"norms": False, "bias": True, "partials": 3, "with_keys": True}),
             (cases.HEADS[3], {"norms": False, "bias": True, "squares": 20}),
             (cases.HEADS[5], {"bias": True, "squares": 3, "with_keys": True}),
+            (cases.QWEN, {"partials": 2, "invariant": True}),
+            (cases.HEADS[3], {"bias": True, "with_keys": True, "invariant": True}),
         ):
             yield cases.case_of(self.name, heads, tokens=9, padded=(2,), **fields)
         for fields in ({"tokens": 5, "padded": tuple(range(5))}, {"tokens": 0}):
@@ -409,9 +426,11 @@ class QKNormRope(Op):
 
             def constants() -> dict[str, Any]:
                 own = {"SIZES": sizes, "Q_HEADS": heads - 2 * sizes.heads, "KEPT": kept, "ROWS": rows, "QKV": qkv_sizes}
-                return {**own, **launch_options(caps)}
+                more = {"INVARIANT": True, "enable_fp_fusion": False} if given.invariant else {}
+                return {**own, **more, **launch_options(caps)}
 
-            launch = launch_on(q.device, qk_norm_rope_kernel, (sizes, heads, kept, qkv_sizes), constants)
+            of_kernel = sizes, heads, kept, qkv_sizes, given.invariant
+            launch = launch_on(q.device, qk_norm_rope_kernel, of_kernel, constants)
             launch(
                 cdiv(tokens * heads, rows),
                 projected,

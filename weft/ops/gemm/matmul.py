@@ -29,7 +29,7 @@ from weft.kernels.tile_schedule import (
 from weft.ops.case import Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.fp8_operands import by_design
+from weft.ops.gemm.fp8_operands import by_design, check_fp8
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GEMM_BITS, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
@@ -123,6 +123,21 @@ def matmul(
     check_operands("matmul", x.data, b, None)
     check_scales("matmul", x, b)
     return MATMUL.dispatch(x.data, b, invariant) if x.scales is None else matmul_deferred_norm.product(x, b)
+
+
+def matmul_column_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8) -> torch.Tensor:
+    """``matmul(a, b, invariant=True)``, or its nodes fp32 [2, M, N], which the reader adds up and rounds.
+
+    Nodes where two programs share a tile. No gradients. ValueError as of that op.
+    """
+    sliced.check("matmul", ScaledMatrix(a), b)
+    if isinstance(b, Fp8):
+        check_fp8("matmul", ScaledMatrix(a), b, gated=False)
+    else:
+        check_operands("matmul", a, b, None)
+    call = GemmCall(a.shape[0], *b.shape, a.dtype, block_fp8=isinstance(b, Fp8), invariant=True)
+    nodes = sliced.column_nodes("matmul", MATMUL.plan(call, machine(capabilities_of(b.device), 1)).design, a, b)
+    return nodes[0] if len(nodes) == 1 else nodes
 
 
 class Matmul(LocalGemm):

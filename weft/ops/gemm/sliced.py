@@ -298,12 +298,18 @@ def product(
     activation: str = "",
 ) -> torch.Tensor:
     """x @ weight.T of a weight whose rows ranks hold whole, rounded once. activation: as of ``run``."""
+    return total(column_nodes(op, design, x, weight, activation), x.dtype, rounded=False, out=out)
+
+
+def column_nodes(
+    op: str, design: Sliced, x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8, activation: str = ""
+) -> torch.Tensor:
+    """Nodes of ``product``, [programs, M, N]: fp32, or of one program in x's dtype."""
     dtype = x.dtype
     if isinstance(weight, Fp8):
         x = quantized_for(weight, x, capabilities_of(weight.device))
     step = step_of(op, x.shape[1], COLUMN_SLICES, COLUMN_SLICES, isinstance(weight, Fp8))
-    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step, dtype=dtype, activation=activation)
-    return total(nodes, dtype, rounded=False, out=out)
+    return run(design, x, weight, COLUMN_SLICES, rounded=False, step=step, dtype=dtype, activation=activation)
 
 
 def total(nodes: torch.Tensor, dtype: torch.dtype, *, rounded: bool, out: torch.Tensor | None = None) -> torch.Tensor:

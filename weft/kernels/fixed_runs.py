@@ -1,8 +1,8 @@
 """Attention in runs of positions: sums whose order depends on a token's position, and on nothing else.
 
-A row is a query head of a token. Keys lie in runs of RUN positions, from position 0 on: each run has a partial that begins
-anew, and partials are folded in the order of positions. So a row has the same bits beside any rows, by any number of programs,
-in a decode step, a chunk of a prompt or a verification of drafts.
+A row is a query head of a token. Keys lie in runs of RUN positions, from position 0 on, of half of that in the first EARLY
+positions: each run has a partial that begins anew, and partials are folded in the order of positions. So a row has the same
+bits beside any rows, by any number of programs, in a decode step, a chunk of a prompt or a verification of drafts.
 
 What holds the bits
     shapes   all tiles have block_m rows and steps of block_n keys: one instruction of the tensor cores, one order of sums
@@ -33,6 +33,7 @@ class RunTile(NamedTuple):
     block_m  rows of the tile, each a query head of a token; the rest only fills it up
     block_n  keys of a step
     run      positions of a run, a multiple of block_n
+    early    positions, a multiple of run, whose runs are half as long, also a multiple of block_n
     queries  new tokens of a sequence in a program at most; 0: a prefill, with the tiles of ``SequenceRanges``
     split    True if programs share out a tile's runs
     window   tokens that a token attends to, itself the last one; None: all up to itself
@@ -45,6 +46,7 @@ class RunTile(NamedTuple):
     queries: int = 0
     split: bool = False
     window: int | None = None
+    early: int = 0
 
 
 class RunPartials(NamedTuple):
@@ -61,13 +63,34 @@ class RunPartials(NamedTuple):
 
 
 @triton.jit
+def runs_between(begin, end, TILE: tl.constexpr):
+    """(number of the run in which position ``begin`` lies, number of runs that begin before ``end``)"""
+    HALF: tl.constexpr = TILE.run // 2
+    EARLY: tl.constexpr = TILE.early
+    if EARLY == 0:
+        return begin // TILE.run, tl.cdiv(end, TILE.run)
+    else:
+        first = tl.minimum(begin, EARLY) // HALF + tl.maximum(begin - EARLY, 0) // TILE.run
+        return first, tl.cdiv(tl.minimum(end, EARLY), HALF) + tl.cdiv(tl.maximum(end - EARLY, 0), TILE.run)
+
+
+@triton.jit
+def start_of(run, TILE: tl.constexpr):
+    """First position of run number ``run``."""
+    HALF: tl.constexpr = TILE.run // 2
+    SHORT: tl.constexpr = TILE.early // HALF
+    return tl.minimum(run, SHORT) * HALF + tl.maximum(run - SHORT, 0) * TILE.run
+
+
+@triton.jit
 def run_partial(
-    x, position, cache, table, head, start, begin, end, scale, SIZES: tl.constexpr, TILE: tl.constexpr, inner=None
+    x, position, cache, table, head, run, begin, end, scale, SIZES: tl.constexpr, TILE: tl.constexpr, inner=None
 ):
     """(exponent [block_m], sum of weights [block_m], weighted sum of values [block_m, D]) of one run.
 
+    run       its number
     x         [block_m, D]; row i sees keys up to position[i], from its window's first on
-    start     position of the run's first key; keys before ``begin`` and from ``end`` on are seen by no row and may be NaN
+    begin, end  keys before ``begin`` and from ``end`` on are seen by no row and may be NaN
     scale, inner  of a ``ScoreRule``
     """
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -76,7 +99,7 @@ def run_partial(
     column, local = tl.arange(0, D)[None, :], tl.arange(0, BLOCK_N)
     largest, total = tl.full((ROWS,), NOTHING, tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
-    stop = tl.minimum(start + TILE.run, end)
+    start, stop = start_of(run, TILE), tl.minimum(start_of(run + 1, TILE), end)
     first = start
     if TILE.window is not None:
         first = tl.maximum(start, begin // BLOCK_N * BLOCK_N)

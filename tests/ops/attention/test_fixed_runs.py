@@ -1,6 +1,7 @@
 """Attention in runs of positions: one row, the same bits, in decode steps, prompts cut in any way, and beside drafts."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def test_programs_that_share_out_runs_change_no_bit(device):
         )
         for out in shared:
             assert_identical(out, alone, what="shared out")
+        # The first 128 positions in runs of 32, the rest in runs of 64.
+        early = FixedRuns(block_n=32, run=64, early=128)
+        alone, *shared = (
+            attend_in_runs(replace(early, programs=n), q, attended, rows, queries=1) for n in (1, 2, 3, 9)
+        )
+        for out in shared:
+            assert_identical(out, alone, what="early runs shared out")
 
     everywhere(check, device)
 
@@ -163,7 +171,8 @@ def built(arch, dtype=BF16, D=128, group=4, queries=1, split=True, window=None):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     design, options = fixed_runs.fixed_runs_for(D, dtype, caps, 4, 4096), launch_options(caps)
     per = 0 if queries == 0 else fixed_runs.tokens_in_tile(group, queries, dtype)
-    tile = RunTile(group, fixed_runs.block_m_of(dtype, group), design.block_n, design.run, per, split, window)
+    block_m = fixed_runs.block_m_of(dtype, group)
+    tile = RunTile(group, block_m, design.block_n, design.run, per, split, window, design.early)
     options |= {"num_warps": design.num_warps, "num_stages": design.num_stages}
     partials = RunPartials(FLOATS, FLOATS, INTS) if split else RunPartials(x, x, x)
     rest = INTS, x, Rows(INTS, INTS), 40, 9, partials, ScoreRule(0.1)

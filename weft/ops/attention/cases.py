@@ -399,6 +399,8 @@ def invariant_cases(op: str, fixed_runs: type) -> Iterator[Case]:
         yield of(SMALL, design, (0, 1, 47, 48, 49, 160))
         yield of(SMALL, design, (160, 41, 0), window=40)
     yield of(QWEN, fixed_runs(run=64, programs=4), (0, 1, 64, 65, 300))
+    yield of(SMALL, fixed_runs(**split, early=64), (0, 1, 16, 17, 63, 64, 65, 96, 97, 160))
+    yield of(SMALL, fixed_runs(**split, early=64), (160, 90, 65, 41), window=40)
     for heads in (HEADS[1], HEADS[6]):
         yield of(heads, fixed_runs(block_n=32, run=64, programs=2, num_warps=4), (1, 77, 160))
     for heads, kind in OF_SCORES:

@@ -12,7 +12,7 @@ from weft.kernels.online_softmax import MIN_ROWS, DecodeTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.attention_op import GROUP, AttentionOp
-from weft.ops.attention.fixed_runs import FixedRuns, fixed_runs_for, parts_in_runs
+from weft.ops.attention.fixed_runs import IN_RUNS, FixedRuns, fixed_runs_for, parts_in_runs
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
 from weft.ops.knobs import check_knobs, counts, halved, knob, stepped
@@ -180,7 +180,7 @@ class DecodingOp(AttentionOp):
 
     def rule(self, call: DecodingCall, machine: Machine) -> tuple[str, str]:
         if call.invariant:
-            return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
+            return "fixed_runs", IN_RUNS
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
         return "split_kv", f"{reason}; partials of at least {least_of(call, machine.caps)} tokens"
 

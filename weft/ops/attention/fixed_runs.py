@@ -6,7 +6,7 @@ in any way, beside drafts, and in any batch (weft.kernels.fixed_runs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from weft.kernels.fixed_runs import (
     fold_run,
     load_run,
     run_partial,
+    runs_between,
     store_run,
 )
 from weft.kernels.online_softmax import ScoreRule, before_keys, sinks_at
@@ -37,15 +38,20 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
+# Positions whose runs are half as long.
+EARLY = 2048
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRuns:
     """Attention in runs of positions.
 
-    The bits depend on block_n, run and num_warps, which ``fixed_runs_for`` sets by the head.
+    The bits depend on block_n, run, early and num_warps, which ``fixed_runs_for`` sets by the head.
 
     block_n  keys of a step, a power of two of at least 16
     run      positions of a run, a multiple of block_n
+    early    positions, a multiple of run, whose runs are half as long, also a multiple of block_n
     programs that share out the runs of a tile, at most; the bits do not depend on it
     """
 
@@ -54,11 +60,26 @@ class FixedRuns:
     programs: int = knob(1, counts(), halved())
     num_warps: int = knob(4)
     num_stages: int = knob(3, near=stepped())
+    early: int = knob(0)
 
     def __post_init__(self) -> None:
         check_knobs(self)
         if self.run < 1 or self.run % self.block_n:
             raise ValueError(f"run={self.run} is not a multiple of block_n={self.block_n}")
+        if self.early < 0 or self.early % self.run or (self.early and self.run // 2 % self.block_n):
+            raise ValueError(
+                f"early={self.early} with run={self.run} and block_n={self.block_n}: pass 0, or a multiple of run, which is a "
+                f"multiple of twice block_n"
+            )
+
+    def runs(self, tokens: int) -> int:
+        """Number of runs of the first ``tokens`` positions."""
+        late = max(tokens - self.early, 0)
+        return cdiv(min(tokens, self.early), max(1, self.run // 2)) + cdiv(late, self.run)
+
+
+# Reason of the design.
+IN_RUNS = f"invariant: runs of {FixedRuns().run} positions, of half of it up to {EARLY}, folded in order"
 
 
 class Rows(NamedTuple):
@@ -113,7 +134,7 @@ def fixed_runs_kernel(
     signals, waits  none: the program of a pair that arrives last folds all runs
 
     Rows without a key: 0. The bits of a row depend on its query, its keys and values up to its position, SIZES.dim, block_m,
-    block_n, run and the number of warps; never on the grid, further rows, QUERIES or SIZES.heads.
+    block_n, run, early and the number of warps; never on the grid, further rows, QUERIES or SIZES.heads.
     """
     D: tl.constexpr = SIZES.dim
     GROUP: tl.constexpr = TILE.group
@@ -144,7 +165,7 @@ def fixed_runs_kernel(
     if TILE.window is not None:
         least = tl.min(tl.where(position >= 0, position, end), axis=0)
         begin = tl.maximum(least + 1 - TILE.window, 0)
-    first_run, runs = begin // TILE.run, tl.cdiv(end, TILE.run)
+    first_run, runs = runs_between(begin, end, TILE)
     table = pages + sequence.to(tl.int64) * max_pages
     scale, inner = scores.scale, scores.inner
     if inner is None:
@@ -154,8 +175,7 @@ def fixed_runs_kernel(
     if not TILE.split:
         state = run_start(scores, head * GROUP + of_head, ROWS, D)
         for run in range(first_run, runs):
-            start = run * TILE.run
-            partial = run_partial(x, position, cache, table, head, start, begin, end, scale, SIZES, TILE, inner)
+            partial = run_partial(x, position, cache, table, head, run, begin, end, scale, SIZES, TILE, inner)
             state = fold_run(state, partial)
         store_rows(state, out + at, exists, cache)
     else:
@@ -163,8 +183,7 @@ def fixed_runs_kernel(
         count = tl.minimum(programs, tl.maximum(runs - first_run, 1))
         if program < count:
             for run in range(first_run + program, runs, programs):
-                start = run * TILE.run
-                partial = run_partial(x, position, cache, table, head, start, begin, end, scale, SIZES, TILE, inner)
+                partial = run_partial(x, position, cache, table, head, run, begin, end, scale, SIZES, TILE, inner)
                 store_run(partial, runs_of_pair, run - first_run, partials, USED)
             if arrive_at_pair(partials, count):
                 FEW: tl.constexpr = triton.next_power_of_2(USED)
@@ -234,15 +253,17 @@ def fixed_runs_for(head_dim: int, dtype: torch.dtype, caps: Capabilities, pairs:
     """The design for heads of ``head_dim``; of ``pairs`` tiles that attend to up to ``tokens`` each.
 
     All fields but ``programs`` depend on the head, the dtype and the kind of GPU alone. A run of 512 positions is eight steps
-    of 64 keys, enough for loads to overlap. One H200, 8 KV heads: runs of 256 take 8.0 us in place of 10.1 at 1,024 tokens, and
-    30.8 in place of 24.8 at 16,384 (benchmarks/lab/h200-fixed-runs.json).
+    of 64 keys, enough for loads to overlap; early runs are half as long, since few programs share short contexts. One H200,
+    8 KV heads, two stages: with runs of 256 throughout one sequence of 1,024 tokens takes 8.0 us in place of 12.3, of 16,384
+    30.8 in place of 26.1, and 128 of 1,024 tokens 143.7 in place of 141.2 (benchmarks/lab/h200-fixed-runs.json).
     """
     itemsize = max(2, dtype.itemsize)
     block_n = max(16, min(128, (16 << 10) // (head_dim * itemsize)))
     stages = 2 if dtype == torch.float32 or caps.arch.startswith("gfx") else 3
-    runs = max(1, cdiv(tokens, 512))
-    programs = max(1, min(2 * caps.sms // max(1, pairs), runs))
-    return FixedRuns(block_n=block_n, programs=programs, num_warps=8 if head_dim > 128 else 4, num_stages=stages)
+    warps = 8 if head_dim > 128 else 4
+    design = FixedRuns(block_n=block_n, num_warps=warps, num_stages=stages, early=EARLY)
+    programs = min(2 * caps.sms // max(1, pairs), design.runs(tokens))
+    return replace(design, programs=max(1, programs))
 
 
 def attend_in_runs(
@@ -270,9 +291,9 @@ def attend_in_runs(
         return out
     room = pages.shape[1] * sizes.page
     # Positions of a tile's rows are neighbours, so that the windows of all rows touch no more runs.
-    runs = max(1, cdiv(room if window is None else min(room, window + design.run + used), design.run))
+    runs = max(1, design.runs(room if window is None else min(room, window + design.run + used)))
     programs = min(design.programs, runs)
-    tile = RunTile(group, block_m, design.block_n, design.run, per, programs > 1, window)
+    tile = RunTile(group, block_m, design.block_n, design.run, per, programs > 1, window, design.early)
 
     launch = launch_on(
         q.device,

@@ -42,7 +42,7 @@ from weft.ops.attention.attention_op import (
     hiding,
     writes_heads,
 )
-from weft.ops.attention.fixed_runs import Attended, FixedRuns, Rows, attend_in_runs, block_m_of, fixed_runs_for
+from weft.ops.attention.fixed_runs import IN_RUNS, Attended, FixedRuns, Rows, attend_in_runs, block_m_of, fixed_runs_for
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
@@ -340,11 +340,9 @@ class PagedPrefillAttention(AttentionOp):
 
     def rule(self, call: PrefillCall, machine: Machine) -> tuple[str, str]:
         if call.invariant:
-            return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
-        return (
-            "key_blocks",
-            f"{call.programs} programs on {machine.caps.sms} SMs, {key_blocks_for(call, machine.caps).block_n} keys a step",
-        )
+            return "fixed_runs", IN_RUNS
+        block_n = key_blocks_for(call, machine.caps).block_n
+        return "key_blocks", f"{call.programs} programs on {machine.caps.sms} SMs, {block_n} keys a step"
 
     def tuned(self, call: PrefillCall, machine: Machine) -> Planned | None:
         return None if call.invariant else super().tuned(call, machine)

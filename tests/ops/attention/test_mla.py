@@ -11,10 +11,10 @@ from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import check_refused, mutated
 from weft import ops
 from weft.kernels import latent_attention
-from weft.kernels.latent_attention import HeadRows, LatentTile
+from weft.kernels.latent_attention import HeadRows
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
-from weft.ops.attention.mla_plan import LatentBlocks, MLACall, blocks_for
+from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, blocks_for, early_blocks_for
 from weft.ops.case import BF16, FP32, Draw
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options, simulated
@@ -24,6 +24,7 @@ rows = importlib.import_module("weft.ops.attention.mla_norm_rope")
 OP, ROWS = attention.MLA_DECODE_ATTENTION, rows.MLA_NORM_ROPE
 SMALL = (4, 32, 16, 16)
 SPLIT = LatentBlocks(block_m=16, block_n=16, least=16, splits=2, num_warps=1)
+EARLY = EarlyBlocks(block_m=16, block_n=16, least=16, splits=1, num_warps=1)
 
 # Mistakes in the attention, in its own file or in the kernels' one.
 PLANTED = {
@@ -41,11 +42,21 @@ PLANTED = {
     "lse to the base 2": ("log_sum / LOG2_OF_E", "log_sum"),
     "": ("", ""),
 }  # fmt: skip
+PLANTED_IN_EARLY = {
+    "no rotary part in early scores": ("(score + rotary) * scale", "score * scale"),
+    "early rows after the last token": ("tl.minimum(local, end - start - 1)", "local"),
+    "early rows from a page's first on": ("cell_of(page, 0, start % SIZES.page, SIZES)", "cell_of(page, 0, 0, SIZES)"),
+    "a stale early page": PLANTED["a stale page"],
+    "the last early step is dropped": ("if at < end:", "if at + BLOCK_N < end:"),
+    "early tokens see those after them": ("< lengths[:, None], (score", "< end, (score"),
+    "early": ("", ""),
+}
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", [*PLANTED, *PLANTED_IN_EARLY])
 def test_planted_mistakes_of_the_attention_are_found(name, tmp_path):
-    (old, new), stem = PLANTED[name], f"mla_{list(PLANTED).index(name)}"
+    planted, early = {**PLANTED, **PLANTED_IN_EARLY}, name in PLANTED_IN_EARLY
+    (old, new), stem = planted[name], f"mla_{list(planted).index(name)}"
     with open(latent_attention.__file__) as file:
         in_kernels = bool(old) and old in file.read()
     mutant = attention
@@ -57,14 +68,15 @@ def test_planted_mistakes_of_the_attention_are_found(name, tmp_path):
 
     def main(team):
         for fields in ({"lengths": (40, 0, 61, 16)}, {"lengths": (40, 41, 42, 9, 10, 0), "queries": 3}):
-            case = attention.case_of(OP.name, SMALL, FP32, SPLIT, **fields)
+            design, page = (EARLY, 32) if early else (SPLIT, 16)
+            case = attention.case_of(OP.name, (*SMALL[:3], page), FP32, design, **fields)
             inputs = OP.inputs(case, 0, Draw(case, 0, 0, "cpu"))
             for actual, wanted in zip(
                 mutant.MLA_DECODE_ATTENTION.call(case, team, *inputs), OP.reference(case, 0, [inputs]), strict=True
             ):
                 assert_close(actual, wanted, 100, partials=1, by_row=True, what=str(case))
 
-    check_found(main, bool(name))
+    check_found(main, bool(old))
 
 
 PLANTED_IN_ROWS = {
@@ -229,16 +241,16 @@ def caps_of(arch):
     return Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
 
 
-def built(arch, heads, dtype=torch.bfloat16, sequences=8):
+def built(arch, heads, dtype=torch.bfloat16, sequences=8, rule=blocks_for, page=64):
     """The attention of DeepSeek's sizes, compiled with the design that the rule takes."""
     x, ints, caps = torch.zeros(16, dtype=dtype), torch.zeros(16, dtype=torch.int32), caps_of(arch)
-    design = blocks_for(MLACall(sequences, heads, 8192, 576, dtype), caps)
-    sizes = {"heads": heads, "queries": 1, "block_m": design.block_m, "block_n": design.block_n, "least": design.least}
+    design = rule(MLACall(sequences, heads, 8192, 576, dtype), caps)
+    tile = attention.tile_of(design, (heads, 512, 64), 1)
     q = HeadRows(x, heads * 512, 512), HeadRows(x, heads * 64, 64)
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     return compiled(
         attention.mla_decode_attention_kernel, *q, x, Sequences(ints, ints), torch.zeros(16), torch.zeros(16), 40, 0.1,
-        arch=arch, SIZES=CacheSizes(1, 64, 576), TILE=LatentTile(latent=512, rope=64, **sizes), **options,
+        arch=arch, SIZES=CacheSizes(1, page, 576), TILE=tile, **options,
     )  # fmt: skip
 
 
@@ -258,6 +270,27 @@ def test_the_attention_compiles_and_fits_without_a_stack(arch, heads, tmp_path):
         ptx = kernel.asm["ptx"]
         assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
         assert ("wgmma.mma_async" in ptx) == (heads == 128)
+
+
+@pytest.mark.triton_internals
+def test_early_blocks_share_scores_and_fetch_before_they_multiply(tmp_path):
+    """Of 128 heads on sm_90, with pages of a step and of two."""
+    for page in (64, 128):
+        kernel = built("sm_90", 128, rule=early_blocks_for, page=page)
+        ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
+        assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
+        # Each group: scores of 64 rows and 32 tokens, 576 elements 16 at a time; 256 columns of 64 tokens. No other layout.
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
+        assert (
+            "warpsPerCTA = [4, 2], instrShape = [16, 32, 16]" in code and "warpsPerCTA = [8, 1], instrShape" not in code
+        )
+        loop = code[code.index("scf.for") :]
+        assert loop.index("ttg.async_copy_global_to_local") < loop.index("ttng.warp_group_dot")
+    late = built("sm_90", 128).asm
+    assert late["ptx"].count("wgmma.mma_async.sync.aligned.m64n32k16") == 72
+    loop = late["ttgir"][late["ttgir"].index("scf.for") :]
+    assert loop.index("ttng.warp_group_dot") < loop.index("ttg.async_copy_global_to_local")
 
 
 @pytest.mark.triton_internals

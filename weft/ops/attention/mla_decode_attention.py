@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.latent_attention import HeadRows, LatentTile, attend_to_latents
+from weft.kernels.latent_attention import HeadRows, LatentTile, attend_early, attend_to_latents
 from weft.kernels.online_softmax import LOG2_E
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import PAGE_SIZES, check_sequences
 from weft.ops.attention.merge_attention import merge_into
-from weft.ops.attention.mla_plan import LatentBlocks, MLACall, MLAPlan
+from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, MLAPlan
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, compiler_options, machine_on
 from weft.ops.op import register
@@ -75,7 +75,10 @@ def mla_decode_attention_kernel(
     sequence_rows = tl.num_programs(0) // BLOCKS * ROWS
     to = split.to(tl.int64) * sequence_rows + sequence * ROWS + row
     if (start < end) | (split == 0):
-        mean, log_sum = attend_to_latents(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
+        if TILE.stages is None:
+            mean, log_sum = attend_to_latents(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
+        else:
+            mean, log_sum = attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
         tl.store(out + to[:, None] * TILE.latent + latent, mean.to(out.dtype.element_ty), mask=exists[:, None])
         tl.store(lse + to, log_sum / LOG2_OF_E, mask=exists)
     else:
@@ -216,24 +219,40 @@ class MLADecodeAttention(MLAPlan):
             ((8, 64, 16, 64), 9, (*range(500, 509), *range(1, 10)), wide),
         ):
             yield case_of(self.name, sizes, BF16, design, lengths=lengths, queries=queries)
+        few = EarlyBlocks(block_m=16, block_n=16, least=32, splits=8, num_warps=4, num_stages=2)
+        many = EarlyBlocks(block_m=64, block_n=32, least=128, splits=3, num_warps=8, num_stages=3)
+        # Steps in a page, in several, and of one token; splits without tokens; tokens of one program that see different ones.
+        for sizes, dtype, queries, lengths, design in (
+            ((16, 32, 16, 16), FP32, 1, (0, 63, 64, 65, 0, 129), few),
+            ((70, 64, 16, 16), BF16, 1, (300, 1, 0, 97), many),
+            ((3, 16, 64, 256), FP16, 1, (500, 17), few),
+            ((16, 32, 16, 32), BF16, 3, (31, 32, 33, 300, 301, 0, 0, 0, 0), many),
+            ((8, 64, 16, 64), BF16, 9, (*range(500, 509), *range(1, 10)), many),
+        ):
+            yield case_of(self.name, sizes, dtype, design, lengths=lengths, queries=queries)
 
     def large_cases(self) -> Iterator[Case]:
-        for heads, queries, batch, length in (
-            (16, 1, 1, 128), (16, 1, 1, 40000), (16, 1, 32, 1024), (128, 1, 1, 40000), (128, 1, 64, 4096), (64, 1, 128, 300),
-            (128, 2, 16, 1024), (16, 4, 8, 3000),
+        early = EarlyBlocks(block_m=64, block_n=64, least=512, splits=2, num_warps=8, num_stages=2)
+        for heads, queries, batch, length, designs in (
+            (16, 1, 1, 128, ("auto",)), (16, 1, 1, 40000, ("auto",)), (16, 1, 32, 1024, ("auto",)),
+            (128, 1, 1, 40000, ("auto", early)), (128, 1, 64, 4096, ("auto", early)), (64, 1, 128, 300, ("auto", early)),
+            (128, 2, 16, 1024, ("auto", early)), (16, 4, 8, 3000, ("auto",)),
         ):  # fmt: skip
             lengths = tuple(length + place % queries for place in range(batch * queries))
             for dtype in (BF16, FP16):
-                yield case_of(self.name, (heads, 512, 64, 64), dtype, lengths=lengths, queries=queries)
+                for design in designs:
+                    yield case_of(self.name, (heads, 512, 64, 64), dtype, design, lengths=lengths, queries=queries)
 
-    def run(self, design: LatentBlocks, team: None, given: MLAArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, design: LatentBlocks | EarlyBlocks, team: None, given: MLAArguments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``mla_decode_attention`` of checked arguments."""
         self.check_design(design)
         out, lse = self.fake(given)
         if out.numel() == 0:
             return out, lse
         (T, heads, latent), caps, queries, splits = out.shape, capabilities_of(out.device), given.queries, design.splits
-        tile = LatentTile(latent, given.q_rope.shape[2], heads, queries, design.block_m, design.block_n, design.least)
+        tile = tile_of(design, (heads, latent, given.q_rope.shape[2]), queries)
         _, page, width = given.cache.shape
 
         launch = launch_on(
@@ -264,6 +283,13 @@ class MLADecodeAttention(MLAPlan):
     def fake(self, given: MLAArguments) -> tuple[torch.Tensor, torch.Tensor]:
         q = given.q
         return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def tile_of(design: LatentBlocks | EarlyBlocks, sizes: tuple[int, int, int], queries: int) -> LatentTile:
+    """A program's tile of heads, latent and rotary part."""
+    heads, latent, rope = sizes
+    stages = design.num_stages if isinstance(design, EarlyBlocks) else None
+    return LatentTile(latent, rope, heads, queries, design.block_m, design.block_n, design.least, stages)
 
 
 def case_of(op: str, sizes: tuple[int, ...], dtype: torch.dtype, design: Any = "auto", **fields: Any) -> Case:

@@ -134,7 +134,7 @@ def attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.
 
 @triton.jit
 def rows_at(columns, page, start, end, local, SIZES: tl.constexpr):
-    """Pointers to ``columns`` of tokens start + ``local``, or of token end - 1 for those after it.
+    """Pointers to ``columns`` of tokens start + ``local``, but of token end - 1 from there on.
 
     Loads then need no mask, whose predicates, with the addresses of rows, take registers that the sums need.
     columns  pointers [1, COLUMNS] to columns of the cache's first row; page: the tokens', which ``pages_at`` has given

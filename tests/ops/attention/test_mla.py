@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import weft
-from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes
 from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import check_refused, mutated
 from weft import ops
@@ -209,6 +209,14 @@ def test_wrong_designs_are_refused(message, field):
     check_refused(lambda: LatentBlocks(**field), (), message)
 
 
+def test_turned_blocks_refuse_more_rows_than_a_block_has():
+    message, h200 = "block_m=16 rows take as many of a sequence, not 34; take early ones", machine(simulated(1), 1)
+    check_refused(lambda: OP.plan(OP.call_of((1, 34, 4096, 576), BF16, h200, design="turned"), h200), (), message)
+    q, q_rope, cache, *sequences, scale = arguments(H=17).values()
+    given = attention.MLAArguments(q, q_rope, cache, Sequences(*sequences), scale, queries=2)
+    check_refused(lambda: OP.run(TurnedBlocks(block_m=16, block_n=16), None, given), (), message)
+
+
 def test_queries_may_lie_heads_first_and_calls_repeat():
     """As a GEMM of each head gives them; with splits, whose parts another kernel merges in order."""
 
@@ -308,6 +316,7 @@ def test_early_blocks_share_scores_and_fetch_before_they_multiply(tmp_path):
         kernel = built("sm_90", 128, rule=early_blocks_for, page=page)
         ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
         assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
+        assert broken_sums(kernel, tmp_path) == []
         # Each group: scores of 64 rows and 32 tokens, 576 elements 16 at a time; 256 columns of 64 tokens. No other layout.
         assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36
         assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
@@ -325,9 +334,11 @@ def test_early_blocks_share_scores_and_fetch_before_they_multiply(tmp_path):
 @pytest.mark.triton_internals
 def test_turned_blocks_multiply_latents_as_they_lie_in_shared_memory(tmp_path):
     """Of 16 heads on sm_90: three buffers of latents, copied two steps ahead, and no other copy of them in shared memory."""
-    kernel = built("sm_90", 16, rule=turned_blocks_for)
+    for heads in (10, 16):
+        kernel = built("sm_90", heads, rule=turned_blocks_for)
+        assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
+        assert broken_sums(kernel, tmp_path) == []
     ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
-    assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
     # Each group: scores of 64 tokens and 8 of 16 rows; 256 columns, 64 to an instruction, of 16 rows and 64 tokens.
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n8k16") == 36
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n16k16") == 16 and "mma.sync" not in ptx

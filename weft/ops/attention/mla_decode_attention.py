@@ -224,15 +224,16 @@ class MLADecodeAttention(MLAPlan):
         # Steps in a page, in several, and of one token; splits without tokens; tokens of one program that see different ones.
         small = {"block_m": 16, "block_n": 16, "least": 32, "splits": 8, "num_warps": 4, "num_stages": 2}
         wide = {"block_n": 32, "least": 128, "splits": 3, "num_warps": 8, "num_stages": 3}
-        for kind, block_m in ((EarlyBlocks, 64), (TurnedBlocks, 16)):
-            few, many = kind(**small), kind(block_m=block_m, **wide)
-            for sizes, dtype, queries, lengths, design in (
-                ((16, 32, 16, 16), FP32, 1, (0, 63, 64, 65, 0, 129), few),
-                ((70, 64, 16, 16), BF16, 1, (300, 1, 0, 97), many),
-                ((3, 16, 64, 256), FP16, 1, (500, 17), few),
-                ((16, 32, 16, 32), BF16, 3, (31, 32, 33, 300, 301, 0, 0, 0, 0), many),
-                ((8, 64, 16, 64), BF16, 9, (*range(500, 509), *range(1, 10)), many),
-            ):
+        few, many = EarlyBlocks(**small), EarlyBlocks(block_m=64, **wide)
+        turned, longer = TurnedBlocks(**small), TurnedBlocks(block_m=16, **wide)
+        for sizes, dtype, queries, lengths, designs in (
+            ((16, 32, 16, 16), FP32, 1, (0, 63, 64, 65, 0, 129), (few, turned)),
+            ((70, 64, 16, 16), BF16, 1, (300, 1, 0, 97), (many,)),
+            ((3, 16, 64, 256), FP16, 1, (500, 17), (few, longer)),
+            ((5, 32, 16, 32), BF16, 3, (31, 32, 33, 300, 301, 0, 0, 0, 0), (many, longer)),
+            ((8, 64, 16, 64), BF16, 9, (*range(500, 509), *range(1, 10)), (many,)),
+        ):
+            for design in designs:
                 yield case_of(self.name, sizes, dtype, design, lengths=lengths, queries=queries)
 
     def large_cases(self) -> Iterator[Case]:
@@ -241,7 +242,7 @@ class MLADecodeAttention(MLAPlan):
         for heads, queries, batch, length, designs in (
             (16, 1, 1, 128, ("auto", turned)), (16, 1, 1, 40000, ("auto", turned)), (16, 1, 32, 1024, ("auto", turned)),
             (128, 1, 1, 40000, ("auto", early)), (128, 1, 64, 4096, ("auto", early)), (64, 1, 128, 300, ("auto", early)),
-            (128, 2, 16, 1024, ("auto", early)), (16, 4, 8, 3000, ("auto", turned)),
+            (128, 2, 16, 1024, ("auto", early)), (16, 4, 8, 3000, ("auto", early)), (8, 2, 8, 3000, (turned,)),
         ):  # fmt: skip
             lengths = tuple(length + place % queries for place in range(batch * queries))
             for dtype in (BF16, FP16):
@@ -253,6 +254,8 @@ class MLADecodeAttention(MLAPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``mla_decode_attention`` of checked arguments."""
         self.check_design(design)
+        if isinstance(design, TurnedBlocks):
+            design.check_rows(given.q.shape[1] * given.queries)
         out, lse = self.fake(given)
         if out.numel() == 0:
             return out, lse

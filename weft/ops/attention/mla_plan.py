@@ -55,7 +55,16 @@ class EarlyBlocks(LatentBlocks):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedBlocks(LatentBlocks):
-    """``EarlyBlocks`` with tokens as rows of products."""
+    """``EarlyBlocks`` with tokens as rows of products, where one block holds a sequence's rows."""
+
+    def check_rows(self, rows: int) -> None:
+        """ValueError for more rows of a sequence than a block has.
+
+        Of several whole blocks ptxas 12.8 makes a descriptor of a tensor instruction from a register that nothing has written.
+        """
+        if rows > self.block_m:
+            most = f"turned blocks of block_m={self.block_m} rows take as many of a sequence"
+            raise ValueError(f"{most}, not {rows}; take early ones")
 
 
 class MLACall(NamedTuple):
@@ -112,11 +121,13 @@ def early_blocks_for(call: MLACall, caps: Capabilities) -> EarlyBlocks:
 
 def turned_blocks_for(call: MLACall, caps: Capabilities) -> TurnedBlocks:
     """Blocks of 16 rows; on sm_90 steps of 64 tokens, of which shared memory holds three."""
-    pairs = max(1, call.sequences * cdiv(call.rows, 16))
+    pairs = max(1, call.sequences)
     block_n, num_stages = (64, 3) if caps.arch == "sm_90" and call.dtype != torch.float32 else (16, 2)
     least = least_for(pairs, caps)
     splits = splits_of(pairs, call.tokens, caps.sms, least)
-    return TurnedBlocks(block_m=16, block_n=block_n, least=least, splits=splits, num_warps=8, num_stages=num_stages)
+    design = TurnedBlocks(block_m=16, block_n=block_n, least=least, splits=splits, num_warps=8, num_stages=num_stages)
+    design.check_rows(call.rows)
+    return design
 
 
 def least_for(pairs: int, caps: Capabilities) -> int:
@@ -136,6 +147,7 @@ class MLAPlan(Op):
     name, alias = "mla_decode_attention", "mla-decode-attention"
     bits = "depend on the batch, the new tokens of a sequence, a rank's heads, the page table's room and the design"
     designs = {"blocks": LatentBlocks, "early": EarlyBlocks, "turned": TurnedBlocks}
+    rare = ("turned",)
     sizes = ("batch", "heads", "context", "width")
     dtypes = FLOATS
     collective = False
@@ -179,4 +191,5 @@ class MLAPlan(Op):
                     yield replace(rule, least=least, splits=splits, **tile)
         if not quick:
             yield early_blocks_for(call, machine.caps)
-            yield turned_blocks_for(call, machine.caps)
+            if call.rows <= 16:
+                yield turned_blocks_for(call, machine.caps)

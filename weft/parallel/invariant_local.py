@@ -51,7 +51,7 @@ def project(
 ) -> Tensor | SplitK:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``.
 
-    Of few tokens two nodes of them, which the next kernel adds up, where norms or a bias of 16 bits say to what it rounds them.
+    Of few tokens its two nodes, which the next kernel adds up, where norms or a bias of 16 bits say to what it rounds them.
     """
     if not isinstance(w, AttentionWeights):
         raise ValueError(

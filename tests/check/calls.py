@@ -290,6 +290,8 @@ OPS = [
         lambda team, x: ops.all_reduce(x(2100 * team.size), team, "multimem_two_shot"),
         3,
     ),
+    Call("all_reduce one_shot fp8", lambda team, x: ops.all_reduce(x(6, 700), team, "one_shot", wire="fp8"), 3, 2),
+    Call("all_reduce two_shot fp8", lambda team, x: ops.all_reduce(x(4, 1100), team, "two_shot", wire="fp8"), 3, 2),
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),

@@ -9,6 +9,8 @@ from weft.runtime.arithmetic import cdiv
 # Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
+# Bytes of 128 columns in fp8 with their scale, over the bytes in 16 bits.
+FP8_SHARE = 132 / 256
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4
 
@@ -50,15 +52,28 @@ def all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict
     }
 
 
+def fp8_all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict[str, float]:
+    """``all_reduce`` of ``nbytes`` of 16-bit numbers that travel in fp8.
+
+    Putting a number in fp8, or reading it back, is taken to last as long as to load it from memory in 16 bits. Not measured.
+    """
+    if world_size == 1:
+        return all_reduce(gpu, fitted, nbytes, world_size)
+    times = all_reduce(gpu, fitted, nbytes * FP8_SHARE, world_size)
+    # Numbers put in fp8 and read back, over the tensor's: a share of the sums is put in fp8 in the second hop.
+    converted = {"one_shot": 1 + world_size, "two_shot": 3 + 1 / world_size}
+    return {name: times[name] + count * nbytes / gpu.memory for name, count in converted.items()}
+
+
 def all_reduce_rms_norm(
-    gpu: Gpu, fitted: Fitted, rows: int, width: int, item: int, world_size: int
+    gpu: Gpu, fitted: Fitted, rows: int, width: int, item: int, world_size: int, fp8_wire: bool = False
 ) -> dict[str, float]:
-    """All-reduce of rows, residual and norm."""
+    """All-reduce of rows, in 16 bits or in fp8, residual and norm."""
     nbytes = rows * width * item
     moved = nbytes / gpu.memory
     if world_size == 1:
         return {"one_shot": gpu.launch + fitted.norms.call + moved}
-    times = all_reduce(gpu, fitted.pushes, nbytes, world_size)
+    times = (fp8_all_reduce if fp8_wire else all_reduce)(gpu, fitted.pushes, nbytes, world_size)
     of, measured = fitted.norms, min(world_size, NORM_RANKS)
     first = of.call + of.peer * (measured - 2) + of.rows * moved
     parts = min(cdiv(width * item, NORM_PART), gpu.sms)

@@ -16,8 +16,9 @@ from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, push_of
 from weft.ops.collectives.barrier import barrier_kernel
-from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, OneShot, TwoShot, of_world
+from weft.ops.collectives.collective import FP8_HOPS, ONE_HOP, TWO_HOPS, OneShot, TwoShot, of_world
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
+from weft.ops.collectives.fp8_kernels import fp8_all_reduce_kernel
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel
 from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
 from weft.plan import table
@@ -34,6 +35,8 @@ KERNELS = {
     "one_shot": (all_reduce.ONE_SHOT, "lamport", {"sizes": 1}),
     "two_shot": (all_reduce.two_shot_all_reduce_kernel, "lamport", {}),
     "one_shot_of_parts": (all_reduce.ONE_SHOT, "lamport", {"sizes": MAX_PARTIALS_LEFT}),
+    "one_shot_wire_fp8": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": False}),
+    "two_shot_wire_fp8": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": True}),
     "reduce_scatter": (reduce_scatter.BODY, "lamport", {}),
     "all_gather": (all_gather.BODY, "keyed", {}),
     "all_to_all": (all_to_all.BODY, "keyed", {}),
@@ -65,7 +68,8 @@ def plans(name, world_size):
         call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here)
         design = (TwoShot if "two_shot" in name else OneShot)(push=ALL_REDUCE_RMS_NORM.plan(call, here).design.push)
         return [push_of(design, 2, RowFormat("group") if name.endswith("fp8") else None)]
-    limits = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
+    hops = FP8_HOPS if KERNELS[name][1] == "fp8" else TWO_HOPS if name == "two_shot" else ONE_HOP
+    limits = of_world(hops, world_size)
     ruled = [
         PushPlan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
         for _, row, warps, per_sm in limits
@@ -95,11 +99,14 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
             beside = (x,) if "beside" in name else ()
             normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128, *beside)
         first, more = Summands(first, n, summands), (Norm(normed, x, x, 1e-6, torch.zeros(4), words, fp8),)
+    buffer = x
+    if transport == "fp8":
+        buffer, more = words, (n,)  # columns
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     make = compiled_exchange if isinstance(kernel, Body) else compiled
     return make(
-        kernel, first, x, n, x, words, a_view(world_size), *more, arch=arch,
-        BLOCK=triton.next_power_of_2(plan.row_bytes // dtype.itemsize), ROWS=triton.next_power_of_2(world_size),
+        kernel, first, x, n, buffer, words, a_view(world_size), *more, arch=arch,
+        BLOCK=triton.next_power_of_2(plan.row_bytes // buffer.itemsize), ROWS=triton.next_power_of_2(world_size),
         TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),
     )  # fmt: skip
 
@@ -134,7 +141,7 @@ def test_compiles(arch, name):
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8")])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("norm") and name.endswith("fp8")])
 def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
     plain = name.removesuffix("_fp8").removesuffix("_beside")
     rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, plain))

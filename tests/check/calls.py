@@ -74,6 +74,12 @@ def deferred_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
     return ops.matmul(normed, torch.ones(16, 640).bfloat16()), hidden
 
 
+def norm_in_fp8(algorithm: str, team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the op with rows that travel in fp8, in several parts with a ragged last one."""
+    ones = torch.ones(3, 640).bfloat16()
+    return ops.all_reduce_rms_norm(x(3, 640), ones, ones[0], 1e-6, team, algorithm, wire="fp8")
+
+
 def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op after the GEMM that makes its partial sums, whose kernel may still run."""
     parts = ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16())
@@ -296,6 +302,8 @@ OPS = [
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
     Call("all_reduce_rms_norm deferred", deferred_norm),
+    Call("all_reduce_rms_norm one_shot fp8", functools.partial(norm_in_fp8, "one_shot")),
+    Call("all_reduce_rms_norm two_shot fp8", functools.partial(norm_in_fp8, "two_shot")),
     Call("all_reduce_rms_norm of parts", norm_of_parts),
     Call("all_reduce of parts", sum_of_parts),
     Call("mixed collectives", mixed, calls=3),

@@ -376,11 +376,12 @@ class Prepared:
     ) -> Prepared:
         """fixed: arguments of every launch after the team's view."""
         itemsize = max(2, dtype.itemsize)  # single bytes are sent widened to two
-        block = next_power_of_2(plan.row_bytes // itemsize)
-        if constants.get("PART", block) * itemsize != plan.row_bytes:
+        sent = 1 if plan.transport == "fp8" else itemsize
+        block = next_power_of_2(plan.row_bytes // sent)
+        if constants.get("PART", block) * sent != plan.row_bytes:
             raise ValueError(
-                f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, more "
-                f"than the workspace holds; pass {block * itemsize}"
+                f"row_bytes={plan.row_bytes} is not a power of two: {block * sent} bytes would go to a peer at once, more "
+                f"than the workspace holds; pass {block * sent}"
             )
         slots = slots_of(team, plan, itemsize)
         switches = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}

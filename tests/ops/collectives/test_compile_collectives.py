@@ -35,8 +35,8 @@ KERNELS = {
     "one_shot": (all_reduce.ONE_SHOT, "lamport", {"sizes": 1}),
     "two_shot": (all_reduce.two_shot_all_reduce_kernel, "lamport", {}),
     "one_shot_of_parts": (all_reduce.ONE_SHOT, "lamport", {"sizes": MAX_PARTIALS_LEFT}),
-    "one_shot_wire_fp8": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": False}),
-    "two_shot_wire_fp8": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": True}),
+    "one_shot_wire": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": False}),
+    "two_shot_wire": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": True}),
     "reduce_scatter": (reduce_scatter.BODY, "lamport", {}),
     "all_gather": (all_gather.BODY, "keyed", {}),
     "all_to_all": (all_to_all.BODY, "keyed", {}),
@@ -46,6 +46,11 @@ KERNELS = {
         {"TWO_SHOT": two_shot, "DEFERRED": factored, "WIDTH": WIDTH, "PART": 512},
     )
     for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
+}  # fmt: skip
+# With rows that travel in fp8.
+KERNELS |= {
+    f"{name}_wire": (kernel, "fp8", constants)
+    for name, (kernel, _, constants) in KERNELS.items() if name.startswith("norm")
 }  # fmt: skip
 # With normed rows in fp8; whole norms with rows in 16 bits beside.
 KERNELS |= {
@@ -57,7 +62,7 @@ KERNELS |= {
 
 def kernels_of(arch):
     """Names of the kernels that ``arch`` has: E4M3 needs sm_89."""
-    return [name for name in KERNELS if arch != "sm_80" or not name.endswith("fp8")]
+    return [name for name in KERNELS if arch != "sm_80" or not name.endswith(("fp8", "wire"))]
 
 
 def plans(name, world_size):
@@ -65,7 +70,10 @@ def plans(name, world_size):
     if name.startswith("norm"):
         caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * world_size)
         here = machine(caps, world_size)
-        call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here)
+        in_fp8 = name.endswith("wire")
+        call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here, fp8_wire=in_fp8)
+        if in_fp8:
+            return [ALL_REDUCE_RMS_NORM.default("two_shot" if "two_shot" in name else "one_shot", call, here).push]
         design = (TwoShot if "two_shot" in name else OneShot)(push=ALL_REDUCE_RMS_NORM.plan(call, here).design.push)
         return [push_of(design, 2, RowFormat("group") if name.endswith("fp8") else None)]
     hops = FP8_HOPS if KERNELS[name][1] == "fp8" else TWO_HOPS if name == "two_shot" else ONE_HOP
@@ -99,14 +107,14 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
             beside = (x,) if "beside" in name else ()
             normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128, *beside)
         first, more = Summands(first, n, summands), (Norm(normed, x, x, 1e-6, torch.zeros(4), words, fp8),)
-    buffer = x
+    buffer, item = x, dtype.itemsize
     if transport == "fp8":
-        buffer, more = words, (n,)  # columns
+        buffer, item, more = words, 1, more or (n,)  # columns
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     make = compiled_exchange if isinstance(kernel, Body) else compiled
     return make(
         kernel, first, x, n, buffer, words, a_view(world_size), *more, arch=arch,
-        BLOCK=triton.next_power_of_2(plan.row_bytes // buffer.itemsize), ROWS=triton.next_power_of_2(world_size),
+        BLOCK=triton.next_power_of_2(plan.row_bytes // item), ROWS=triton.next_power_of_2(world_size),
         TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),
     )  # fmt: skip
 

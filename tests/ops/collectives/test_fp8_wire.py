@@ -11,13 +11,17 @@ from weft.errors import WeftError
 from weft.ops.case import BF16, FP16
 from weft.ops.collectives import fp8_kernels, fp8_wire
 from weft.ops.collectives.all_reduce import ALL_REDUCE
-from weft.ops.collectives.cases import FEW_FP8, fp8_wire_cases
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from weft.ops.collectives.cases import FEW_FP8, fp8_wire_cases, fp8_wire_norm_cases
 from weft.ops.collectives.collective import OneShot, TwoShot
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.transport import fp8_push
 
-CASES = list(fp8_wire_cases(ALL_REDUCE))
+CASES = [
+    *fp8_wire_cases(ALL_REDUCE),
+    *(case for deferred in ((), (("deferred", True),)) for case in fp8_wire_norm_cases(ALL_REDUCE_RMS_NORM, deferred)),
+]
 SHOTS = {"one_shot": OneShot(push=FEW_FP8), "two_shot": TwoShot(push=FEW_FP8)}
 
 
@@ -25,7 +29,7 @@ SHOTS = {"one_shot": OneShot(push=FEW_FP8), "two_shot": TwoShot(push=FEW_FP8)}
 def test_cases_on_slow_ranks(world_size):
     cases = [case for case in CASES if case.world_size == world_size]
     slow = {world_size - 1: 20.0}
-    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, slow=slow, sms=4, args=(cases, 2)))
+    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, slow=slow, sms=8, args=(cases, 2)))
 
 
 def rounding(x):
@@ -157,23 +161,21 @@ def test_over_nodes_is_refused():
 
 # Mistakes by module: of the transport, of the kernel.
 RECEIVED = """    words, scales = wl.lamport_receive_keyed(
-        stage + here, old + here, from_others & (columns < WIDTH),
-        stage + of_scales, old + of_scales, from_others & (groups < GROUPS), team, ordered, stage,
+        stage + here, old + here, tl.broadcast_to(from_others, (ROWS, WIDTH)),
+        stage + of_scales, old + of_scales, tl.broadcast_to(from_others, (ROWS, GROUPS)), team, ordered, stage,
     )  # fmt: skip
 """
-WORDS_ALONE = """    words = wl.lamport_receive(stage + here, old + here, from_others & (columns < WIDTH), team, ordered)
+WORDS_ALONE = """    there = tl.broadcast_to(from_others, (ROWS, WIDTH))
+    words = wl.lamport_receive(stage + here, old + here, there, team, ordered)
+    there = tl.broadcast_to(from_others, (ROWS, GROUPS))
     scales = {}
 """
 TRANSPORT = {
-    "scales that are not waited for": (
-        RECEIVED, WORDS_ALONE.format("tl.load(stage + of_scales, mask=from_others & (groups < GROUPS), other=0)")
-    ),
-    "scales that are not cleared": (
-        RECEIVED, WORDS_ALONE.format("wl.lamport_load(stage + of_scales, from_others & (groups < GROUPS), team)")
-    ),
-    "wrong group": ("wl.rank(team) * GROUPS) + groups", "wl.rank(team) * GROUPS) + (groups ^ 1)"),
-    "transposed": ("world * WIDTH + ranks * GROUPS + groups", "world * WIDTH + groups * world + ranks"),
-}  # fmt: skip
+    "scales that are not waited for": (RECEIVED, WORDS_ALONE.format("tl.load(stage + of_scales, mask=there, other=0)")),
+    "scales that are not cleared": (RECEIVED, WORDS_ALONE.format("wl.lamport_load(stage + of_scales, there, team)")),
+    "wrong group": ("rank(team) * GROUPS) + tl.arange(0, GROUPS)", "rank(team) * GROUPS) + (tl.arange(0, GROUPS) ^ 1)"),
+    "transposed": ("ranks * GROUPS + tl.arange(0, GROUPS)[None, :]", "ranks + world * tl.arange(0, GROUPS)[None, :]"),
+}
 KERNEL = {
     "own rows by the next tile's scales": ("own_words, own_scales, slot, epoch,", "own_words, scales, slot, epoch,"),
     "a part's scales by the tile's": ("wl.rank(team) * GROUPS + groups, end", "groups, end"),

@@ -39,7 +39,7 @@ from weft.kernels.fp8 import (
 )
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
-from weft.ops.collectives import all_reduce, cases
+from weft.ops.collectives import all_reduce, cases, fp8_wire
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import (
     OWN_FIRST,
@@ -78,6 +78,8 @@ CASES_EPS = 1e-6
 PART_BYTES = 512
 # Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
 MOST_PER_SM_FP8 = 12
+# Columns of a part of a row that travels in fp8, a power of two, and warps of a program.
+FP8_PARTS = ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4))
 
 
 @exchangeable
@@ -89,12 +91,16 @@ class ReduceThenNorm:
 
 
 class NormCall(NamedTuple):
-    """Inputs of the plan. nbytes, row_bytes: bytes of the normed tensor, and of a row of it."""
+    """Inputs of the plan. nbytes, row_bytes: bytes of the normed tensor, and of a row of it.
+
+    fp8_wire  rows travel in fp8 (weft.ops.collectives.fp8_wire)
+    """
 
     nbytes: int
     row_bytes: int
     dtype: torch.dtype
     design: str = AUTO
+    fp8_wire: bool = False
 
 
 class AllReduceRMSNorm(Op):
@@ -105,15 +111,20 @@ class AllReduceRMSNorm(Op):
     sizes = ("shape",)
     form = "rows"
     dtypes = FLOATS
+    variants = options = ("fp8_wire",)
     spans_nodes = True
     differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, fp8_wire: bool = False
+    ) -> NormCall:
         shape = checked_shape(self.name, sizes[0])
         check_row(shape[-1] if shape else 0, dtype.itemsize)
-        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
+        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design, fp8_wire)
 
     def choose(self, call: NormCall, machine: Machine) -> Planned:
+        if call.fp8_wire:
+            fp8_wire.check_machine(self.name, call.dtype, machine)
         if machine.nodes == 1:
             return super().choose(call, machine)
         if call.design != AUTO:
@@ -126,12 +137,16 @@ class AllReduceRMSNorm(Op):
 
     def table_key(self, call: NormCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         width = call.row_bytes // call.dtype.itemsize
-        return self.name, (call.nbytes // call.row_bytes, width), machine.world_size
+        name = f"{self.name}+fp8_wire" if call.fp8_wire else self.name
+        return name, (call.nbytes // call.row_bytes, width), machine.world_size
 
     def tuned(self, call: NormCall, machine: Machine) -> Planned | None:
         planned = None if machine.world_size == 1 else super().tuned(call, machine)
         # The programs of a row wait for each other: all must be resident.
-        fits = planned is not None and cdiv(call.row_bytes, planned.design.push.row_bytes) <= machine.caps.sms
+        fits = (
+            planned is not None
+            and parts_of(call.row_bytes, call.dtype.itemsize, planned.design.push) <= machine.caps.sms
+        )
         return planned if fits else None
 
     def no_row(self, call: NormCall, machine: Machine) -> str:
@@ -139,12 +154,14 @@ class AllReduceRMSNorm(Op):
 
     def space(self, call: NormCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         for kind in (OneShot, TwoShot) if machine.world_size > 1 and machine.nodes == 1 else ():
-            for part, num_warps in ROW_PARTS:
+            for part, num_warps in () if call.fp8_wire else ROW_PARTS:
                 parts = min(cdiv(call.row_bytes, part), machine.caps.sms)
                 row_bytes = cdiv(call.row_bytes, parts * LINE_BYTES) * LINE_BYTES
                 per_sm = max(1, 16 // num_warps)
                 push = PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
                 yield kind(push=push)
+            for columns, num_warps in FP8_PARTS if call.fp8_wire else ():
+                yield kind(push=fp8_push(call, machine, columns, num_warps))
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         # A part's length is the row's, divided evenly.
@@ -160,9 +177,14 @@ class AllReduceRMSNorm(Op):
             return "one_shot", "one rank: nothing to send"
         width = call.row_bytes // call.dtype.itemsize
         sizes = call.nbytes // call.row_bytes, width, call.dtype.itemsize, machine.world_size
-        return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes), machine.caps)
+        times = pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes, call.fp8_wire)
+        return least(times, machine.caps)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
+        if call.fp8_wire and machine.world_size > 1:
+            # W rows of a part are in registers at once.
+            columns = 512 if name == "one_shot" else 1024 // next_power_of_2(machine.world_size)
+            return self.designs[name](push=fp8_push(call, machine, columns, 1))
         # About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident.
         parts = min(cdiv(call.row_bytes, PART_BYTES), machine.caps.sms)
         row_bytes = cdiv(call.row_bytes, parts * 16) * 16
@@ -177,12 +199,15 @@ class AllReduceRMSNorm(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """[2, ...]: normed and hidden."""
         _, residual, weight = by_rank[rank]
-        hidden = sum_of([all_reduce.whole_of(case, x) for x, _, _ in by_rank]) + residual.double()
+        whole = [all_reduce.whole_of(case, x) for x, _, _ in by_rank]
+        hidden = (fp8_wire.reference(case, whole) if case.field("fp8_wire") else sum_of(whole)) + residual.double()
         rounded = hidden.to(case.dtype).double()
         normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight.double()
         return torch.stack((normed, hidden))
 
     def accuracy(self, case: Case) -> Accuracy:
+        if case.field("fp8_wire"):
+            return fp8_wire.accuracy(case, terms=case.world_size + 1 + case.sizes[-1])
         # Over nodes their sums are rounded, and once more before the residual is added.
         nodes = case.field("nodes")
         partials = nodes + 2 if nodes else 1
@@ -197,22 +222,27 @@ class AllReduceRMSNorm(Op):
     ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
         arguments = x, residual, weight, CASES_EPS, team, case.design
+        options = {"factored": deferred, "wire": "fp8" if case.field("fp8_wire") else "same"}
         if format := format_of(case, residual):
-            normed, _ = all_reduce_rms_norm(*arguments, factored=deferred)
-            rows, hidden = all_reduce_rms_norm(*arguments, factored=deferred, fp8=format)
+            normed, _ = all_reduce_rms_norm(*arguments, **options)
+            rows, hidden = all_reduce_rms_norm(*arguments, **options, fp8=format)
             if deferred:
                 return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
             return agreed(normed, rows, format), hidden
         if isinstance(case.design, str):
-            return all_reduce_rms_norm(*arguments, factored=deferred)
+            return all_reduce_rms_norm(*arguments, **options)
         normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
     cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 
-    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot | ReduceThenNorm:
+    def plan_of(
+        self, residual: torch.Tensor, team: Team, algorithm: str, wire: str = "same"
+    ) -> OneShot | TwoShot | ReduceThenNorm:
         """Design for tensors of the shape and dtype of ``residual``."""
-        call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
+        call = NormCall(
+            residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm, wire == "fp8"
+        )
         return self.plan(call, machine_of(team)).design
 
     def run(
@@ -252,11 +282,14 @@ class AllReduceRMSNorm(Op):
             beside = [torch.empty_like(hidden) for _ in range(format.beside)]
             fp8 = rows_argument(scales, format, residual.dtype, COLUMNS.value, *beside)
         rows = residual.numel() // max(1, width)
-        parts = cdiv(width * itemsize, plan.row_bytes)
+        in_fp8 = plan.transport == "fp8"
+        sent = 1 if in_fp8 else itemsize  # bytes of a column
+        parts = parts_of(width * itemsize, itemsize, plan)
         squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
         if rows > 0:
             tiles = cdiv(rows, team.size) if two_shot else rows
-            resident = slots_of(team, plan, itemsize).programs
+            word = 4 if in_fp8 else itemsize
+            resident = slots_of(team, plan, word).programs
             if parts > resident:
                 raise ValueError(
                     f"{self.name}: {parts} programs of a row wait for each other, and a rank holds {resident} at a time; "
@@ -266,7 +299,7 @@ class AllReduceRMSNorm(Op):
             if squares is not None:
                 sums = squares, squares
             else:
-                sums = sums_of(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
+                sums = sums_of(team, plan, word, next_power_of_2(team.size) if two_shot else 1, parts)
             if isinstance(x, torch.Tensor):
                 count = tl.constexpr(x.shape[0] if x.dim() > residual.dim() else 1)
                 x = Summands(x.contiguous(), residual.numel(), count)
@@ -280,23 +313,36 @@ class AllReduceRMSNorm(Op):
                 plan,
                 Norm(normed, residual.contiguous(), weight.contiguous(), eps, *sums, fp8),
                 WIDTH=width,
-                PART=plan.row_bytes // itemsize,
+                PART=plan.row_bytes // sent,
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
             )
         return (*made, hidden, *beside) if squares is None else (*made, hidden, squares)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        team: str,
+        algorithm: str,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        return self.run(self.plan_of(residual, members, algorithm), members, x, residual, weight, eps)
+        return self.run(self.plan_of(residual, members, algorithm, wire), members, x, residual, weight, eps)
 
-    def fake(self, x, residual, weight, eps, team, algorithm):
+    def fake(self, x, residual, weight, eps, team, algorithm, wire="same"):
         return self.like(residual, team, algorithm)
 
     def like(
-        self, residual: torch.Tensor, team: str, algorithm: str, deferred: bool = False, format: RowFormat | None = None
+        self,
+        residual: torch.Tensor,
+        team: str,
+        algorithm: str,
+        deferred: bool = False,
+        format: RowFormat | None = None,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, ...]:
         """Empty tensors like the results of ``run``."""
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -304,8 +350,8 @@ class AllReduceRMSNorm(Op):
         if not deferred:
             beside = format is not None and format.beside
             return *made, hidden, *(torch.empty_like(hidden) for _ in range(beside))
-        plan = push_of(self.plan_of(residual, find_team(team), algorithm), residual.itemsize, format)
-        parts = cdiv(residual.shape[-1] * residual.itemsize, plan.row_bytes)
+        plan = push_of(self.plan_of(residual, find_team(team), algorithm, wire), residual.itemsize, format)
+        parts = parts_of(residual.shape[-1] * residual.itemsize, residual.itemsize, plan)
         return *made, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
 
@@ -316,14 +362,20 @@ class AllReduceDeferredNorm(Op):
     differs = AllReduceRMSNorm.differs
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        team: str,
+        algorithm: str,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, wire)
         return ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, 0.0, deferred=True)
 
-    def fake(self, x, residual, weight, team, algorithm):
-        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True)
+    def fake(self, x, residual, weight, team, algorithm, wire="same"):
+        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True, wire=wire)
 
 
 class AllReduceRMSNormFp8(Op):
@@ -345,14 +397,15 @@ class AllReduceRMSNormFp8(Op):
         algorithm: str,
         deferred: bool,
         format: RowFormat,
+        wire: str = "same",
     ) -> list[torch.Tensor]:
         members = find_team(team)
         check_e4m3("all_reduce_rms_norm", members.caps)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, wire)
         return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
 
-    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format):
-        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format))
+    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format, wire="same"):
+        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format, wire))
 
 
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
@@ -365,12 +418,24 @@ define(_DEFERRED)
 
 def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) -> PushPlan:
     """Plan of a design's pushes, whose parts have whole groups of columns where rows are put in fp8."""
-    if format is None or format.kind != "group":
+    if format is None or format.kind != "group" or design.push.transport == "fp8":
         return design.push
     grain, per_sm = COLUMNS.value * itemsize, design.push.programs_per_sm
     if isinstance(design, TwoShot):
         per_sm = min(per_sm, MOST_PER_SM_FP8)
     return replace(design.push, row_bytes=cdiv(design.push.row_bytes, grain) * grain, programs_per_sm=per_sm)
+
+
+def parts_of(row_bytes: int, itemsize: int, plan: PushPlan) -> int:
+    """Number of parts of a row of ``row_bytes``, whose columns have ``itemsize``."""
+    return cdiv(row_bytes // itemsize if plan.transport == "fp8" else row_bytes, plan.row_bytes)
+
+
+def fp8_push(call: NormCall, machine: Machine, columns: int, num_warps: int) -> PushPlan:
+    """Plan of pushes in fp8, in parts of ``columns`` or the multiple that leaves no more parts than SMs."""
+    width = call.row_bytes // call.dtype.itemsize
+    columns = max(min(columns, next_power_of_2(width)), COLUMNS.value, next_power_of_2(cdiv(width, machine.caps.sms)))
+    return PushPlan(transport="fp8", row_bytes=columns, num_warps=num_warps, programs_per_sm=max(1, 16 // num_warps))
 
 
 def _joined(x: torch.Tensor, residual: torch.Tensor, team: Team) -> torch.Tensor:
@@ -418,6 +483,7 @@ def all_reduce_rms_norm(
     *,
     factored: bool = False,
     fp8: RowFormat | None = None,
+    wire: str = "same",
 ) -> tuple[torch.Tensor | Fp8 | RowsBeside | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
@@ -432,6 +498,8 @@ def all_reduce_rms_norm(
     fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
                weight that follows. residual is then [T, H]. With a scale for each token by a kernel more. With ``beside``,
                of whole norms alone, a ``RowsBeside`` is returned
+    wire       "same": x travels in residual's dtype; "fp8": in e4m3 with a scale for 128 columns, as of ``all_reduce``, whose
+               bound holds for hidden. The residual does not travel
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
@@ -449,6 +517,7 @@ def all_reduce_rms_norm(
         dtypes = norm_dtypes(dtype) if name == "weight" else (dtype,)
         check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
     check_choice(op, "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
+    check_choice(op, "wire", wire, fp8_wire.WIRES)
     check_has_rows(op, "x", x)
     if in_partials and x.shape[0] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, no partial; pass the result of matmul_parts")
@@ -464,12 +533,12 @@ def all_reduce_rms_norm(
     if fp8 is not None:
         if factored and fp8.beside:
             raise ValueError(f"{op}: fp8.beside=True with factored=True, whose rows are not whole; pass one of the two")
-        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8
+        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8, wire
         rows, scales, hidden, *more = _FP8.dispatch(*arguments)
         if factored:
             return DeferredNorm(fp8_of(rows, scales, fp8), *more, eps), hidden
         return written_of(rows, scales, fp8, more), hidden
     if factored:
-        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
+        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm, wire)
         return DeferredNorm(scaled, squares, eps), hidden
-    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm)
+    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm, wire)

@@ -149,6 +149,7 @@ def copied_cases(op: Collective, w: int) -> Iterator[Case]:
 def rms_norm_cases(op: Collective) -> Iterator[Case]:
     """Cases of all_reduce_rms_norm: RMS scale applied or deferred; a tensor or split-K partials."""
     for deferred in ((), (("deferred", True),)):
+        yield from fp8_wire_norm_cases(op, deferred)
         for w in TWO_SIZES:
             for shot in SHOTS:
                 for dtype, shape in ((BF16, (5, 48)), (FP16, (2, 3, 640)), (FP32, (9, 100)), (BF16, (0, 64))):
@@ -171,6 +172,20 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
         for w in (1, 3, 8):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), fields=deferred)
             yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)
+
+
+def fp8_wire_norm_cases(op: Collective, deferred: tuple[tuple[str, bool], ...]) -> Iterator[Case]:
+    """Cases of rows that travel in fp8: one part, several, a ragged one, split-K partials, fp8 rows."""
+    for w in WORLD_SIZES:
+        for shot in SHOTS:
+            for shape, more in (((5, 48), ()), ((w + 1, 1096), ()), ((3, 640), (("partials", 3),))):
+                fields = (*deferred, *more, *FP8_WIRE)
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
+    for w, shot in ((2, "one_shot"), (4, "two_shot")):
+        fields = (*deferred, ("fp8_rows", "group"), *FP8_WIRE)
+        yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 760), design=shot, fields=fields)
+        yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(0, 64), design=shot, fields=(*deferred, *FP8_WIRE))
+    yield Case(op=op.name, world_size=2, dtype=FP16, sizes=(9, 256), fields=(*deferred, *FP8_WIRE))
 
 
 # --- on GPUs: for each design and dtype a call of some rounds first, which is also repeated hundreds of times (tests/gpu), then
@@ -233,6 +248,9 @@ def large_rms_norm_cases(op: Collective) -> Iterator[Case]:
         for fields in ((), (("deferred", True),), (("partials", 3),), (("deferred", True), ("partials", 3))):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)
+            for shot, shape in (("one_shot", (7, 5120)), ("two_shot", (50, 1024))):
+                of_wire = (*fields, *FP8_WIRE)
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=of_wire)
             in_fp8 = (*fields, ("fp8_rows", "group"))
             for of_rows in (in_fp8,) if ("deferred", True) in fields else (in_fp8, (*in_fp8, ("beside", True))):
                 yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=of_rows)

@@ -7,8 +7,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS
-from weft.kernels.fp8_words import WORDS, group_place, sum_in_order, values_of, words_of
-from weft.transport.fp8_push import receive_groups, send_groups
+from weft.kernels.fp8_words import group_place, sum_in_order, values_of, words_of
+from weft.transport.fp8_push import receive_groups, send_groups, send_to_all
 from weft.transport.push import clears_in_order, keep_epoch, my_slot, send_order
 
 
@@ -30,7 +30,7 @@ def fp8_all_reduce_kernel(
 
     r  put in fp8 and read back (weft.kernels.fp8_words)
 
-    grid  (programs,), each over every programs-th tile: BLOCK / 32 groups of 128 columns, or TWO_SHOT W times as many, part s
+    grid  (programs,), each over every programs-th tile: BLOCK / 128 groups of columns, or TWO_SHOT W times as many, part s
           added up by rank s
 
     A rank reads back the words that it sends, so all ranks add the same values. Signals, order, reuse: weft.transport.push, one
@@ -39,10 +39,10 @@ def fp8_all_reduce_kernel(
     one shot   | push 0 to all | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     TWO_SHOT   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
     """
-    GROUPS: tl.constexpr = BLOCK // WORDS
+    GROUPS: tl.constexpr = BLOCK // COLUMNS
     OF_TILE: tl.constexpr = GROUPS * (wl.num_ranks(team) if TWO_SHOT else 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
+    slot = my_slot(buffer, BLOCK // 4, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     end = tl.cast(n, tl.int64)
@@ -50,7 +50,7 @@ def fp8_all_reduce_kernel(
     rounds = tl.cdiv(tiles, programs)
     ranks, groups = tl.arange(0, ROWS), tl.arange(0, GROUPS)
     if TWO_SHOT:
-        ordered = clears_in_order(slot, 2 * rounds, BLOCK)
+        ordered = clears_in_order(slot, 2 * rounds, BLOCK // 4)
         parts, before, following = epoch, epoch - 1, epoch + 1
         send_parts(x, end, width, program, slot, parts, team, BLOCK, ROWS)
         for tile in range(program, tiles, programs):
@@ -59,11 +59,11 @@ def fp8_all_reduce_kernel(
                 send_parts(x, end, width, tile + programs, slot, next_parts, team, BLOCK, ROWS)
                 following += 1
             words, scales = packed(x, tile * OF_TILE + wl.rank(team) * GROUPS + groups, end, width)
-            all_words, all_scales = receive_groups(words, scales, slot, parts, before, team, ordered, ROWS, BLOCK)
+            all_words, all_scales = receive_groups(words, scales, slot, parts, before, team, ordered, ROWS)
             words, scales = words_of(sum_in_order(all_words, all_scales, wl.num_ranks(team)))
-            send_to_all(words, scales, slot, following, team, BLOCK, ROWS)
-            all_words, all_scales = receive_groups(words, scales, slot, following, parts, team, ordered, ROWS, BLOCK)
-            values = values_of(all_words.reshape(ROWS * BLOCK), all_scales.reshape(ROWS * GROUPS))
+            send_to_all(words, scales, slot, following, team, ROWS)
+            all_words, all_scales = receive_groups(words, scales, slot, following, parts, team, ordered, ROWS)
+            values = values_of(all_words.reshape(ROWS * BLOCK // 4), all_scales.reshape(ROWS * GROUPS))
             at, inside = group_place(of_parts(tile, ranks, GROUPS, team), end, width)
             of_rank = tl.broadcast_to((ranks < wl.num_ranks(team))[:, None], (ROWS, GROUPS)).reshape(ROWS * GROUPS, 1)
             tl.store(out + at, values.to(out.dtype.element_ty), mask=inside & of_rank)
@@ -71,15 +71,13 @@ def fp8_all_reduce_kernel(
             following += 1
         keep_epoch(epochs, before)
     else:
-        ordered = clears_in_order(slot, rounds, BLOCK)
+        ordered = clears_in_order(slot, rounds, BLOCK // 4)
         words, scales = send_tile(x, end, width, program, slot, epoch, team, BLOCK, ROWS)
         for tile in range(program, tiles, programs):
             own_words, own_scales = words, scales
             if tile + programs < tiles:
                 words, scales = send_tile(x, end, width, tile + programs, slot, epoch + 1, team, BLOCK, ROWS)
-            all_words, all_scales = receive_groups(
-                own_words, own_scales, slot, epoch, epoch - 1, team, ordered, ROWS, BLOCK
-            )
+            all_words, all_scales = receive_groups(own_words, own_scales, slot, epoch, epoch - 1, team, ordered, ROWS)
             at, inside = group_place(tile * OF_TILE + groups, end, width)
             total = sum_in_order(all_words, all_scales, wl.num_ranks(team))
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -103,23 +101,16 @@ def of_parts(tile, ranks, GROUPS: tl.constexpr, team):
 
 @triton.jit
 def send_parts(x, end, width, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Send part s of a tile of W * BLOCK words to rank s."""
-    GROUPS: tl.constexpr = BLOCK // WORDS
+    """Send part s of a tile of W * BLOCK columns to rank s."""
+    GROUPS: tl.constexpr = BLOCK // COLUMNS
     words, scales = packed(x, of_parts(tile, send_order(team, ROWS), GROUPS, team), end, width)
-    send_groups(words.reshape(ROWS, BLOCK), scales.reshape(ROWS, GROUPS), slot, epoch, team, BLOCK)
-
-
-@triton.jit
-def send_to_all(words, scales, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Send ``words`` [BLOCK] and their ``scales`` to all ranks."""
-    rows = tl.broadcast_to(words[None, :], (ROWS, BLOCK))
-    send_groups(rows, tl.broadcast_to(scales[None, :], (ROWS, BLOCK // WORDS)), slot, epoch, team, BLOCK)
+    send_groups(words.reshape(ROWS, BLOCK // 4), scales.reshape(ROWS, GROUPS), slot, epoch, team)
 
 
 @triton.jit
 def send_tile(x, end, width, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Send a tile to all ranks; returns its (words, scales)."""
-    GROUPS: tl.constexpr = BLOCK // WORDS
+    GROUPS: tl.constexpr = BLOCK // COLUMNS
     words, scales = packed(x, tile * GROUPS + tl.arange(0, GROUPS), end, width)
-    send_to_all(words, scales, slot, epoch, team, BLOCK, ROWS)
+    send_to_all(words, scales, slot, epoch, team, ROWS)
     return words, scales

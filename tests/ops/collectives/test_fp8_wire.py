@@ -131,6 +131,17 @@ def team_of(world_size, nodes=1):
     return machine(capabilities.simulated(world_size), world_size, nodes=nodes)
 
 
+@pytest.mark.parametrize(("rows", "in_fp8"), [(1, False), (512, True)])
+def test_auto_takes_fp8_where_it_is_predicted_to_pay(rows, in_fp8):
+    here = team_of(2)
+    norm = ALL_REDUCE_RMS_NORM.call_of(((rows, 5120),), BF16, here)
+    for op, call in ((ALL_REDUCE, ALL_REDUCE.call_of(((rows, 5120),), BF16, here)), (ALL_REDUCE_RMS_NORM, norm)):
+        assert fp8_wire.asked(op, "same", call, here) == call
+        assert fp8_wire.asked(op, "auto", call, here).fp8_wire == in_fp8
+        assert fp8_wire.asked(op, "fp8", call, here).fp8_wire
+        assert not fp8_wire.asked(op, "auto", call, team_of(1)).fp8_wire
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -138,7 +149,7 @@ def team_of(world_size, nodes=1):
             lambda x, team: ops.all_reduce(x.float(), team, wire="fp8"),
             "wire='fp8' rounds rows of 16 bits, not of float32",
         ),
-        (lambda x, team: ops.all_reduce(x, team, wire="fp4"), "wire='fp4' is not one of 'same', 'fp8'"),
+        (lambda x, team: ops.all_reduce(x, team, wire="fp4"), "wire='fp4' is not one of 'same', 'fp8', 'auto'"),
         (
             lambda x, team: ops.all_reduce(x, team, "copy_engine", wire="fp8"),
             "algorithm='copy_engine' sends rows in x's",

@@ -192,10 +192,12 @@ class AllReduce(Collective):
         return super().choose(call, machine)
 
     def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:
-        if not call.fp8_wire:
-            return super().rule(call, machine)
-        times = pushes.fp8_all_reduce(gpu_of(machine.caps), fitted.read().pushes, call.nbytes, machine.world_size)
-        return least(times, machine.caps)
+        return least(self.times(call, machine), machine.caps) if call.fp8_wire else super().rule(call, machine)
+
+    def times(self, call: CollectiveCall, machine: Machine) -> dict[str, float]:
+        """Predicted µs by design."""
+        predicted = pushes.fp8_all_reduce if call.fp8_wire else pushes.all_reduce
+        return predicted(gpu_of(machine.caps), fitted.read().pushes, call.nbytes, machine.world_size)
 
     def _by_stores(self, call: CollectiveCall, machine: Machine) -> Planned:
         """Plan of an all-reduce that kernels push, in one hop or two."""
@@ -204,7 +206,7 @@ class AllReduce(Collective):
 
     def push_rule(self, whole: int, machine: Machine) -> tuple[str, str]:
         """The least predicted time of one hop and two. W=3 and W=8 are not measured."""
-        times = pushes.all_reduce(gpu_of(machine.caps), fitted.read().pushes, whole, machine.world_size)
+        times = self.times(CollectiveCall(whole, torch.bfloat16), machine)
         return least({name: times[name] for name in ("one_shot", "two_shot")}, machine.caps)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
@@ -326,8 +328,8 @@ class AllReduce(Collective):
         if not invariant and wire == "same":
             return super().forward(x, team, algorithm)
         members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm, invariant, wire == "fp8")
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
+        here, call = machine_of(members), CollectiveCall(x.nbytes, x.dtype, algorithm, invariant)
+        return self.run(self.plan(fp8_wire.asked(self, wire, call, here), here).design, members, x)
 
     def fake(self, x, team, algorithm="auto", invariant=False, wire="same"):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -386,8 +388,8 @@ def all_reduce(
     invariant  the sum is a tree in rank order, every node rounded to x's dtype: of eight summands that ranks have added up
                alike before, the bits are the same on 1, 2, 4 and 8 ranks; -0.0 becomes 0.0. With algorithm "auto"
     wire       "same": rows travel in x's dtype; "fp8": in e4m3 with a scale for 128 columns, half of the bytes, from fp16 or
-               bf16, within one node, by "one_shot" or "two_shot". Its bound on the error: weft.ops.collectives.fp8_wire. The
-               gradient travels in its dtype
+               bf16, within one node, by "one_shot" or "two_shot"; "auto": so where it is predicted to take less time. Bound on
+               the error: weft.ops.collectives.fp8_wire. The gradient travels in its dtype
 
     Bitwise equal on all ranks and from run to run, but for the multimem designs on GPUs. -0.0 may come out as +0.0. A team's
     collectives share workspaces, so one stream orders them. Captured in a CUDA graph it replays correctly, after one call

@@ -175,10 +175,13 @@ class AllReduceRMSNorm(Op):
     def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:
             return "one_shot", "one rank: nothing to send"
+        return least(self.times(call, machine), machine.caps)
+
+    def times(self, call: NormCall, machine: Machine) -> dict[str, float]:
+        """Predicted µs by design."""
         width = call.row_bytes // call.dtype.itemsize
         sizes = call.nbytes // call.row_bytes, width, call.dtype.itemsize, machine.world_size
-        times = pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes, call.fp8_wire)
-        return least(times, machine.caps)
+        return pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes, call.fp8_wire)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
         if call.fp8_wire and machine.world_size > 1:
@@ -240,10 +243,9 @@ class AllReduceRMSNorm(Op):
         self, residual: torch.Tensor, team: Team, algorithm: str, wire: str = "same"
     ) -> OneShot | TwoShot | ReduceThenNorm:
         """Design for tensors of the shape and dtype of ``residual``."""
-        call = NormCall(
-            residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm, wire == "fp8"
-        )
-        return self.plan(call, machine_of(team)).design
+        call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
+        here = machine_of(team)
+        return self.plan(fp8_wire.asked(self, wire, call, here), here).design
 
     def run(
         self,
@@ -498,8 +500,8 @@ def all_reduce_rms_norm(
     fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
                weight that follows. residual is then [T, H]. With a scale for each token by a kernel more. With ``beside``,
                of whole norms alone, a ``RowsBeside`` is returned
-    wire       "same": x travels in residual's dtype; "fp8": in e4m3 with a scale for 128 columns, as of ``all_reduce``, whose
-               bound holds for hidden. The residual does not travel
+    wire       "same": x travels in residual's dtype; "fp8", "auto": as of ``all_reduce``, whose bound holds for hidden. The
+               residual does not travel
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,7 @@ from weft.ops.case import Accuracy, Case
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot
 from weft.ops.collectives.fp8_kernels import fp8_all_reduce_kernel
 from weft.ops.registration import HALVES
+from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv
 from weft.transport.push import launch
@@ -43,10 +44,28 @@ from weft.transport.push import launch
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-WIRES = ("same", "fp8")
+WIRES = ("same", "fp8", "auto")
 DESIGNS = (AUTO, "one_shot", "two_shot")
 # Elements up to which rows of whole groups are one row: the kernel counts a row's columns in 32 bits.
 MOST_COLUMNS = 2**31 - 2**20
+
+
+def asked(op: Any, wire: str, call: Any, machine: Machine) -> Any:
+    """``call`` of ``op`` with the rows' format: "auto" takes fp8 where that is predicted to be faster."""
+    if wire == "same":
+        return call
+    in_fp8 = call._replace(fp8_wire=True)
+    if wire == "fp8":
+        return in_fp8
+    return once(("wire", op.name, call, machine), lambda: in_fp8 if _pays(op, call, in_fp8, machine) else call)
+
+
+def _pays(op: Any, call: Any, in_fp8: Any, machine: Machine) -> bool:
+    if machine.world_size == 1 or machine.nodes > 1 or call.dtype not in HALVES or call.design != AUTO:
+        return False
+    if getattr(call, "invariant", False):
+        return False
+    return min(op.times(in_fp8, machine).values()) < min(op.times(call, machine).values())
 
 
 def check_call(op: str, call: CollectiveCall, machine: Machine) -> None:

@@ -103,7 +103,7 @@ def matmul_all_reduce(
     invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K, the sum of all ranks' equal
                shares and a multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the
                dtype (fp16 or bf16); for an fp8 b, with scales of 128 columns, a multiple of 1,024
-    wire       "same": partial results travel as they are; "fp8": as of ``all_reduce``, after the GEMM
+    wire       "same": partial results travel as they are; "fp8", "auto": as of ``all_reduce``, after the GEMM
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
@@ -277,8 +277,9 @@ class MatmulAllReduce(Overlapped):
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True", "wire")
             agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1], wire))
-        call = call_of(M, a, b)._replace(dense=True, invariant=invariant, fp8_wire=wire == "fp8")
-        self.run(self.plan(call, machine_of(team)).design, team, a, b, out)
+        call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
+        here = machine_of(team)
+        self.run(self.plan(fp8_wire.asked(self, wire, call, here), here).design, team, a, b, out)
 
     def forward(
         self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False, wire: str = "same"

@@ -87,7 +87,8 @@ def matmul_reduce_scatter(
     own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, as ``all_gather_matmul`` with own_first
                returns them. For a team of one node
     wire       "same": partial results travel as they are; "fp8": in e4m3 with a scale for 128 columns, half of the bytes, from
-               fp16 or bf16, within one node. Its bound on the error: weft.ops.overlap.fp8_rows
+               fp16 or bf16, within one node; "auto": so where it is predicted to take less time. Bound on the error:
+               weft.ops.overlap.fp8_rows
 
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
     on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
@@ -251,8 +252,9 @@ class MatmulReduceScatter(Overlapped):
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of", "wire")
             agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b), wire))
-        call = call_of(a.shape[0], a, b, own_first)._replace(fp8_wire=wire == "fp8")
-        design = self.plan(call, machine_of(team)).design
+        here = machine_of(team)
+        call = fp8_wire.asked(self, wire, call_of(a.shape[0], a, b, own_first), here)
+        design = self.plan(call, here).design
         self.run(design, team, a, b, own_first, out)
 
     def forward(

@@ -6,7 +6,7 @@ from weft.costs.fitted import Fitted, Pushes
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
-# Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
+# Bytes of a part of a row as it is sent, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
 # Bytes of 128 columns in fp8 with their scale, over the bytes in 16 bits.
@@ -80,7 +80,7 @@ def all_reduce_rms_norm(
     times = (fp8_all_reduce if fp8_wire else all_reduce)(gpu, fitted.pushes, nbytes, world_size)
     of, measured = fitted.norms, min(world_size, NORM_RANKS)
     first = of.call + of.peer * (measured - 2) + of.rows * moved
-    parts = min(cdiv(width * item, NORM_PART), gpu.sms)
+    parts = min(cdiv(width * (1 if fp8_wire else item), NORM_PART), gpu.sms)
     at_once = NORM_PROGRAMS * gpu.sms // parts
     # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
     added = {"one_shot": (rows, world_size), "two_shot": (cdiv(rows, measured), 1)}

@@ -183,6 +183,12 @@ class AllReduce(Collective):
     def sent(self, nbytes: int, world_size: int) -> int:
         return 2 * nbytes * (world_size - 1) // world_size
 
+    def traffic_of(self, case: Case) -> int:
+        return fp8_wire.sent(super().traffic_of(case), case)
+
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        return "fp8_wire" not in variants or design in fp8_wire.DESIGNS
+
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
         multimem.check(call.design, machine)
         if call.fp8_wire:

@@ -172,6 +172,9 @@ class AllReduceRMSNorm(Op):
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return 2 * math.prod(sizes) * dtype.itemsize * (world_size - 1) // world_size
 
+    def traffic_of(self, case: Case) -> int:
+        return fp8_wire.sent(super().traffic_of(case), case)
+
     def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:
             return "one_shot", "one rank: nothing to send"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.costs.pushes import FP8_SHARE
 from weft.kernels.fp8 import COLUMNS, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.case import Accuracy, Case
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot
@@ -131,6 +132,11 @@ def accuracy(case: Case, terms: int) -> Accuracy:
     """
     exact = Accuracy(terms=terms, replicated=True)
     return exact if case.design != AUTO else loosened(exact, case)
+
+
+def sent(nbytes: int, case: Case) -> int:
+    """Bytes that a case sends, of ``nbytes`` in 16 bits."""
+    return int(nbytes * FP8_SHARE) if case.field("fp8_wire") else nbytes
 
 
 def loosened(exact: Accuracy, case: Case) -> Accuracy:

@@ -98,6 +98,9 @@ class Overlapped(GemmOp):
             known = " or ".join(map(repr, self.designs_in_fp8))
             raise ValueError(f"{self.name}: design={call.design!r} sends sums of 16 bits; with wire='fp8' pass {known}")
 
+    def traffic_of(self, case: Case) -> int:
+        return fp8_wire.sent(super().traffic_of(case), case)
+
     def accuracy(self, case: Case) -> Accuracy:
         exact = super().accuracy(case)
         return fp8_wire.loosened(exact, case) if case.field("fp8_wire") else exact

@@ -386,6 +386,9 @@ class Prepared:
         slots = slots_of(team, plan, itemsize)
         switches = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
         options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
+        if plan.transport == "fp8":
+            # A value times its scale is rounded before it is added, as in the simulator: a sum has one result.
+            options["enable_fp_fusion"] = False
         buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
         return cls(
             Launch(kernel, switches | options, (buffer, slots.epochs, team.view, *fixed), before=3),

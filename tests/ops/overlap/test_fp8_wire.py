@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import weft
+from tests.compiling import compiled
 from tests.ops.checking import assert_identical, check_replicated, run_cases
 from tests.ops.layer_cases import mutated
 from weft import ops
@@ -109,6 +110,19 @@ def test_planted_bugs_are_caught(mistake, monkeypatch, tmp_path):
     except (WeftError, ValueError, RuntimeError):
         right = False
     assert right == (not mistake)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_kernels_of_rows_in_words_compile_and_spill_nothing(arch):
+    x, words = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
+    how = {"arch": arch, "GROUPS": fp8_rows.GROUPS, "num_warps": fp8_rows.WARPS}
+    sizes = 1 << 15, 1 << 22, 5120
+    for made in (
+        compiled(fp8_rows.to_words_kernel, words, x, *sizes, **how),
+        compiled(fp8_rows.words_sum_kernel, x, x, words, 1 << 20, *sizes, BUFFERS=1, **how),
+        compiled(fp8_rows.words_sum_kernel, x, x, words, 1 << 20, *sizes, BUFFERS=7, **how),
+    ):
+        assert "ld.global.v4.b32" in made.asm["ptx"] and ".local" not in made.asm["ptx"]
 
 
 def test_plans_and_what_is_refused():

@@ -134,6 +134,8 @@ def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
 
 def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world_size: int) -> dict[str, float]:
     """Product with K columns of this rank, and the sum over the ranks, scattered by rows."""
+    if size.fp8_wire:
+        return {"pipelined": _scattering(gpu, fitted, size, world_size)}
     sums = size.M * size.N * size.item
     scatter = min(pushes.exchange(gpu, of_pushes, sums, world_size, adds=True).values())
     scattered = fitted.after * scatter + _turned(size, size.M * size.N)
@@ -147,8 +149,10 @@ def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
 def gemm_ar(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world_size: int) -> dict[str, float]:
     """Product with K columns of this rank, and the sum over the ranks, on every rank."""
     sums = size.M * size.N * size.item
-    all_reduce = pushes.fp8_all_reduce if size.fp8_wire else pushes.all_reduce
-    reduced = min(all_reduce(gpu, of_pushes, sums, world_size).values())
+    if size.fp8_wire:
+        reduced = min(pushes.fp8_all_reduce(gpu, of_pushes, sums, world_size).values())
+        return {"sequential": gemm(gpu, fitted, size) + fitted.after * reduced}
+    reduced = min(pushes.all_reduce(gpu, of_pushes, sums, world_size).values())
     back = min(pushes.exchange(gpu, of_pushes, sums, world_size).values())
     return {
         # The sums of the last rows go back alone.

@@ -132,14 +132,14 @@ class Overlapped(GemmOp):
         return name, f"{reason}, at K={COMMON_K}" if self.ranks_differ_in_k else reason
 
     def times(self, call: GemmCall, machine: Machine) -> dict[str, float]:
-        """Predicted µs of the designs that are judged, or that can send sums in fp8."""
+        """Predicted µs of the designs that are judged, or that send sums in fp8."""
         variant = next((name for name in FP8 if getattr(call, name)), "")
         item, of = call.dtype.itemsize, fitted.shipped(variant)
         K = COMMON_K if self.ranks_differ_in_k else call.K
         weight = WEIGHTS.get(variant, float(item))
         size = Size(call.M, call.N, K, item, weight, call.fp8, call.block_fp8, call.local_first, call.fp8_wire)
         times = type(self).predict(gpu_of(machine.caps), of.gemms, of.pushes, size, machine.world_size)
-        return {name: times[name] for name in (self.designs_in_fp8 if call.fp8_wire else self.judged)}
+        return times if call.fp8_wire else {name: times[name] for name in self.judged}
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         _, shape, world_size = super().table_key(call, machine)

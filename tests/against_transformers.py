@@ -303,7 +303,9 @@ def router_gaps(model, tokens, last=False):
 
     recorded = model.model._can_record_outputs
     if "router_logits" not in recorded:
-        pytest.skip(f"transformers {importlib.metadata.version('transformers')} does not name this family's router; 5.24 does")
+        pytest.skip(
+            f"transformers {importlib.metadata.version('transformers')} does not name this family's router; 5.24 does"
+        )
     kind = recorded["router_logits"].target_class
     hooks = [part.register_forward_hook(keep) for part in model.modules() if isinstance(part, kind)]
     with torch.no_grad():

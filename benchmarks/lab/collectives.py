@@ -29,6 +29,7 @@ from weft.bench.harness.compiling import compile_only
 from weft.bench.harness.machine import revision
 from weft.ops import barrier
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.copy_engine import CopyEngine
 from weft.ops.op import find_op
 from weft.runtime.files import put
@@ -61,7 +62,8 @@ REPLAYS = 5
 
 def candidates(op: str, nbytes: int, world_size: int) -> list[Any]:
     found = find_op(op)
-    transport = found.transport(nbytes, world_size)
+    given = CollectiveCall(nbytes // world_size if found.gathers else nbytes, torch.bfloat16)
+    transport = found.transport(given, world_size)
     names = [name for name in found.designs if name not in ("copy", "copy_engine")]
     if "one_shot" in names and nbytes < 64 * KIB:
         names = ["one_shot"]

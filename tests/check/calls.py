@@ -24,6 +24,7 @@ from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import Overlapped
 
 # Lamport stages are reused in the eighth call.
@@ -74,10 +75,22 @@ def deferred_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
     return ops.matmul(normed, torch.ones(16, 640).bfloat16()), hidden
 
 
+def norm_in_fp8(algorithm: str, team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the op with rows that travel in fp8, in several parts with a ragged last one."""
+    ones = torch.ones(3, 640).bfloat16()
+    return ops.all_reduce_rms_norm(x(3, 640), ones, ones[0], 1e-6, team, algorithm, wire="fp8")
+
+
 def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op after the GEMM that makes its partial sums, whose kernel may still run."""
     parts = ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16())
     return ops.all_reduce_rms_norm(parts, torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
+
+
+def scattered_in_fp8(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Run GEMM-RS in pieces that are put in fp8, of ragged groups."""
+    design = MATMUL_REDUCE_SCATTER.designs["pipelined"](chunks=2, streams=2, fp8_wire=True)
+    return MATMUL_REDUCE_SCATTER.run(design, team, x(team.size * 12, 32), x(200, 32))
 
 
 def sum_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -290,10 +303,14 @@ OPS = [
         lambda team, x: ops.all_reduce(x(2100 * team.size), team, "multimem_two_shot"),
         3,
     ),
+    Call("all_reduce one_shot fp8", lambda team, x: ops.all_reduce(x(6, 700), team, "one_shot", wire="fp8"), 3, 2),
+    Call("all_reduce two_shot fp8", lambda team, x: ops.all_reduce(x(4, 1100), team, "two_shot", wire="fp8"), 3, 2),
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
     Call("all_reduce_rms_norm deferred", deferred_norm),
+    Call("all_reduce_rms_norm one_shot fp8", functools.partial(norm_in_fp8, "one_shot")),
+    Call("all_reduce_rms_norm two_shot fp8", functools.partial(norm_in_fp8, "two_shot")),
     Call("all_reduce_rms_norm of parts", norm_of_parts),
     Call("all_reduce of parts", sum_of_parts),
     Call("mixed collectives", mixed, calls=3),
@@ -341,7 +358,12 @@ OPS = [
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 24, 32), x(48, 32), team)),
+    Call("matmul_reduce_scatter with sums in fp8", scattered_in_fp8, 3),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
+    Call(
+        "matmul_all_reduce with sums in fp8",
+        lambda team, x: ops.matmul_all_reduce(x(9, 32), x(200, 32), team, wire="fp8"),
+    ),
     *(
         Call(f"{op.name} pipelined", functools.partial(pipelined, op), 3)
         for op in registered()

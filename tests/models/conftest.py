@@ -71,7 +71,7 @@ def make_checkpoint(tmp_path_factory):
 def plain_ops(monkeypatch):
     """weft.ops by their definitions, to test the modes' shapes and padding without simulating each tile."""
 
-    def matmul_all_reduce(a, b, team):
+    def matmul_all_reduce(a, b, team, wire="same"):
         return team.library.all_reduce(a @ b.T)
 
     def all_gather_matmul(a, b, team, own_first=False, return_gathered=False):
@@ -80,7 +80,7 @@ def plain_ops(monkeypatch):
             return [gathered @ one.T for one in b], gathered
         return (gathered.roll(-team.rank * a.shape[0], 0) if own_first else gathered) @ b.T
 
-    def matmul_reduce_scatter(a, b, team, own_first=False):
+    def matmul_reduce_scatter(a, b, team, own_first=False, wire="same"):
         assert a.shape[0] % team.size == 0
         in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
         return team.library.reduce_scatter(in_order @ b.T)

@@ -97,9 +97,9 @@ def test_a_launch_of_few_tiles_need_not_see_its_clearings(monkeypatch, name, row
 def test_rows_of_all_plans_begin_on_lines(world_size):
     """A warp's stores to a peer go in whole packets: a stage is whole lines, keys and all."""
     line = push.LINE_BYTES.value
-    keys = push.key_bytes("keyed", world_size)
+    keys = push.key_bytes("keyed", world_size, 512)
     assert keys % line == 0 and keys >= world_size * push.KEY_BYTES.value
-    assert push.key_bytes("lamport", world_size) == 0
+    assert push.key_bytes("lamport", world_size, 512) == 0
     for table in (ONE_HOP, TWO_HOPS):
         assert all(row_bytes % line == 0 for _, row_bytes, _, _ in of_world(table, world_size))
 

@@ -41,7 +41,8 @@ OPS = {
 # Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
 VARIED = (
     "moe-dispatch+fp8", "ag-moe+fp8", "ag-gemm+block_fp8", "ag-gemm+channel_fp8", "gemm-rs+block_fp8", "gemm-rs+channel_fp8",
-    "gemm-ar+block_fp8", "gemm-ar+channel_fp8",
+    "gemm-ar+block_fp8", "gemm-ar+channel_fp8", "all-reduce+fp8_wire", "all-reduce-rms-norm+fp8_wire", "gemm-rs+fp8_wire",
+    "gemm-rs+block_fp8+fp8_wire", "gemm-ar+fp8_wire",
 )  # fmt: skip
 TRAIN = "train"
 # What `weft bench --eager` measures where no op is named, N and K of one of two ranks: eager calls from short to long.
@@ -58,7 +59,8 @@ REGRET = (
     "moe-dispatch", "moe-ar-rms-norm", "all-reduce-rms-norm", "all-reduce", "sharded-decode-attention",
     "gathered-prefill-attention", "moe-dispatch+fp8", "ag-moe+fp8", "gemm-rs+block_fp8", "ag-gemm+block_fp8",
     "gemm-ar+block_fp8", "gemm-rs+channel_fp8", "ag-gemm+channel_fp8", "gemm-ar+channel_fp8", "reduce-scatter", "all-gather",
-    "all-to-all", "sequence-to-heads", "heads-to-sequence",
+    "all-to-all", "sequence-to-heads", "heads-to-sequence", "all-reduce-rms-norm+fp8_wire", "all-reduce+fp8_wire",
+    "gemm-rs+block_fp8+fp8_wire", "gemm-rs+fp8_wire", "gemm-ar+fp8_wire",
 )  # fmt: skip
 # What `weft bench` measures.
 MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)

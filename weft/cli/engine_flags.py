@@ -114,6 +114,13 @@ class EngineFlags(TypedFlags):
             help="Quantize weights of 16 bits as they are read: fp8, fp8_per_block, fp8_per_channel, mxfp4, int4"
         ),
     ] = DEFAULTS["quantization"]
+    wire: Annotated[
+        str,
+        typer.Option(
+            help="Format in which sums travel between ranks: same (as the weights), fp8 (half the bytes, less exact), "
+            "auto (fp8 where it is predicted to be faster)"
+        ),
+    ] = DEFAULTS["wire"]
     prefix_caching: Annotated[
         bool,
         typer.Option(

@@ -63,6 +63,7 @@ class Size(NamedTuple):
 
     fp8          rows and weights are in fp8, which tensor cores multiply twice as fast; blocks: with scales of blocks
     local_first  all ranks' rows begin with this rank's, as of the ops with a collective
+    fp8_wire     sums travel in fp8
     """
 
     M: int
@@ -73,6 +74,7 @@ class Size(NamedTuple):
     fp8: bool = False
     blocks: bool = False
     local_first: bool = False
+    fp8_wire: bool = False
 
     @property
     def row(self) -> int:
@@ -145,6 +147,8 @@ def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
 
 def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world_size: int) -> dict[str, float]:
     """Product with K columns of this rank, and the sum over the ranks, scattered by rows."""
+    if size.fp8_wire:
+        return {"pipelined": _scattering(gpu, fitted, size, world_size)}
     sums = size.M * size.N * size.item
     scatter = min(pushes.exchange(gpu, of_pushes, sums, world_size, adds=True).values())
     scattered = fitted.after * scatter + _turned(size, size.M * size.N)
@@ -158,6 +162,9 @@ def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
 def gemm_ar(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world_size: int) -> dict[str, float]:
     """Product with K columns of this rank, and the sum over the ranks, on every rank."""
     sums = size.M * size.N * size.item
+    if size.fp8_wire:
+        reduced = min(pushes.fp8_all_reduce(gpu, of_pushes, sums, world_size).values())
+        return {"sequential": gemm(gpu, fitted, size) + fitted.after * reduced}
     reduced = min(pushes.all_reduce(gpu, of_pushes, sums, world_size).values())
     back = min(pushes.exchange(gpu, of_pushes, sums, world_size).values())
     return {
@@ -200,12 +207,17 @@ def _scattering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int) -> float:
     rows = size.M // world_size
     chunks = 2 if world_size == 2 and size.M >= LONG_ROWS else 1
     nbytes, slower = rows * size.N * size.item, slowed(gpu, fitted, size)
+    added = (world_size + 1) * nbytes / (fitted.add * gpu.memory)
+    rounding = 0.0
+    if size.fp8_wire:
+        # A kernel after each GEMM reads its rows, and writes them in fp8. Not measured.
+        rounding = gpu.launch + (1 + pushes.FP8_SHARE) * nbytes / chunks / gpu.memory
+        nbytes *= pushes.FP8_SHARE
     work, clock, sent = slower * _work(gpu, fitted, size, cdiv(rows, chunks)), 0.0, 0.0
     for _ in range(chunks * (world_size - 1)):
-        clock += work
+        clock += work + rounding
         sent = max(clock, sent) + gpu.copy + nbytes / chunks / gpu.link
     clock += slower * _work(gpu, fitted, size, rows)
-    added = (world_size + 1) * nbytes / (fitted.add * gpu.memory)
     beside = fitted.beside * (world_size - 1) * (gpu.copy + nbytes / gpu.link)
     # No longer than GEMMs of twice the time would take, which hid the copies.
     beside += min(fitted.sums * (world_size - 1) * nbytes / gpu.link, clock / 2)

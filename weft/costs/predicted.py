@@ -40,7 +40,7 @@ NORMED = 8
 # takes 1 us for 1,450 logits and 4 for twice as many; the most logits that it takes.
 SEQUENTIAL_ROUTING, FUSED_ONE, FUSED_ROUTING, FUSED_PACE, FUSED_LOGITS = 1.1, (3.5, 4.2), (6.2, 2.7), 1450.0, 8192
 # Suffix of an op whose rows are in the order of arrival.
-LOCAL_FIRST = "local_first"
+LOCAL_FIRST, FP8_WIRE = "local_first", "fp8_wire"
 # Bytes of an element of rows that are sent to experts in fp8, with its share of a scale.
 SENT = 1.03
 
@@ -73,7 +73,8 @@ def predict(
 
     op      name in weft.ops, with a variant as ``weft bench`` names it: moe_dispatch+fp8, matmul+block_fp8, matmul+four_bit;
             rows beside weights in fp8 are in fp8. Also matmul+int4, all_reduce_rms_norm+fp8 with a norm that writes fp8.
-            Of ops with a GEMM and a collective further "+local_first": all ranks' rows begin with this rank's.
+            Of ops with a GEMM and a collective further "+local_first": all ranks' rows begin with this rank's; of ops that
+            add up over the ranks "+fp8_wire": sums travel in fp8.
             Also "memory", a kernel that reads and writes (bytes,), such as a norm
     shape   as ``weft bench`` has it for the op:
             (M, N, K) of a GEMM, M rows of the whole GEMM, N and K of one rank's; (bytes,) of a collective's whole tensor;
@@ -106,10 +107,11 @@ def error_of(op: str, world_size: int, gpu: str) -> float:
     return error if gpu in MEASURED else error + UNKNOWN_GPU
 
 
-def _named(op: str) -> tuple[str, str, bool]:
-    """(name, variant of weights or rows, True with "+local_first") of an op as ``predict`` takes it."""
+def _named(op: str) -> tuple[str, str, list[str]]:
+    """(name, variant of weights or rows, further fields of ``Asked``) of an op as ``predict`` takes it."""
     name, *variants = op.replace("-", "_").split("+")
-    return name, "".join(one for one in variants if one != LOCAL_FIRST), LOCAL_FIRST in variants
+    further = [one for one in (LOCAL_FIRST, FP8_WIRE) if one in variants]
+    return name, "".join(one for one in variants if one not in further), further
 
 
 @lru_cache
@@ -121,18 +123,18 @@ def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float, 
 @remembered
 def times_of(op: str, shape: tuple[int, ...], item: int, world_size: int, gpu: Gpu) -> Mapping[str, float]:
     """µs by design, of elements of ``item`` bytes; else as of ``predict``."""
-    name, variant, local_first = _named(op)
+    name, variant, further = _named(op)
     if name not in OPS:
         raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
     known = VARIANTS.get(name, ())
-    for one in (variant, LOCAL_FIRST if local_first else ""):
+    for one in (variant, *further):
         if one and one not in known:
             rest = f"after a + pass one of {', '.join(known)}{did_you_mean(one, known)}" if known else "leave it out"
             raise ValueError(f"op={quoted(op)}: {name} has no costs as {quoted(one)}; {rest}")
     count, _ = OPS[name]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {name} has {len(shape)} sizes; pass {count}")
-    asked = Asked(variant, shape, item, world_size, local_first)
+    asked = Asked(variant, shape, item, world_size, **dict.fromkeys(further, True))
     times = OPS[name][1](gpu, fitted.shipped(variant), asked)
     if name != AG_MOE or world_size == 1:
         return times
@@ -148,13 +150,14 @@ def costs(gpu: Gpu, of: fitted.Fitted, name: str, asked: Asked) -> dict[str, flo
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One call. item: bytes of an element of the rows; local_first: as of ``gemms.Size``."""
+    """One call. item: bytes of an element of the rows; local_first, fp8_wire: as of ``gemms.Size``."""
 
     variant: str
     shape: tuple[int, ...]
     item: int
     world_size: int
     local_first: bool = False
+    fp8_wire: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -168,7 +171,13 @@ class Asked:
     @property
     def gemm(self) -> gemms.Size:
         return gemms.Size(
-            *self.shape[:3], self.item, self.weight, self.fp8, self.variant == "block_fp8", self.local_first
+            *self.shape[:3],
+            self.item,
+            self.weight,
+            self.fp8,
+            self.variant == "block_fp8",
+            self.local_first,
+            self.fp8_wire,
         )
 
     @property
@@ -213,7 +222,7 @@ def _overlapped(time: Callable[..., dict[str, float]], *, gathers: bool = False)
             first = gemms.widened(gpu, form, numbers * asked.weight, numbers)
             return {name: first + us for name, us in by_design(gpu, of, asked.of_16_bits).items()}
         made = time(gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
-        if not asked.fp8:
+        if not asked.fp8 or asked.fp8_wire:
             return made
         # Designs that a plan may take: none is fused.
         few = gemms.follows(asked.shape[0], gemms.LONG if gathers else asked.shape[1] * asked.item, asked.world_size)
@@ -252,9 +261,14 @@ def _exchanged(adds: bool = False) -> Costs:
 
 
 def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked, rows: int, width: int) -> dict[str, float]:
-    times = pushes.all_reduce_rms_norm(gpu, of, rows, width, asked.item, asked.world_size)
+    times = pushes.all_reduce_rms_norm(gpu, of, rows, width, asked.item, asked.world_size, asked.fp8_wire)
     more = ROUNDING + ROUNDED * rows * width / gpu.memory if asked.variant == "fp8" else 0.0
     return {name: us + more for name, us in times.items()}
+
+
+def _all_reduced(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    time = pushes.fp8_all_reduce if asked.fp8_wire else pushes.all_reduce
+    return time(gpu, of.pushes, asked.shape[0], asked.world_size)
 
 
 def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -332,7 +346,7 @@ OPS: dict[str, tuple[int, Costs]] = {
     "all_gather_matmul": (3, _overlapped(gemms.ag_gemm, gathers=True)),
     "matmul_reduce_scatter": (3, _overlapped(gemms.gemm_rs)),
     "matmul_all_reduce": (3, _overlapped(gemms.gemm_ar)),
-    "all_reduce": (1, lambda gpu, of, asked: pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)),
+    "all_reduce": (1, _all_reduced),
     "all_gather": (1, _exchanged()),
     "reduce_scatter": (1, _exchanged(adds=True)),
     "all_to_all": (1, _exchanged()),
@@ -363,9 +377,12 @@ OPS: dict[str, tuple[int, Costs]] = {
 }  # fmt: skip
 # Op -> variants with costs of their own.
 VARIANTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"), (*WEIGHTS, LOCAL_FIRST)),
+    "all_gather_matmul": (*WEIGHTS, LOCAL_FIRST),
+    **dict.fromkeys(("matmul_reduce_scatter", "matmul_all_reduce"), (*WEIGHTS, LOCAL_FIRST, FP8_WIRE)),
     **dict.fromkeys(("matmul", "matmul_silu_mul", "grouped_matmul", "grouped_matmul_silu_mul"), tuple(WEIGHTS)),
     **dict.fromkeys(("grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce_rms_norm"), tuple(WEIGHTS)),
-    **dict.fromkeys(("moe_dispatch", "all_reduce_rms_norm", "memory"), ("fp8",)),
+    **dict.fromkeys(("moe_dispatch", "memory"), ("fp8",)),
+    "all_reduce": (FP8_WIRE,),
+    "all_reduce_rms_norm": ("fp8", FP8_WIRE),
     AG_MOE: (*WEIGHTS, "fp8"),
 }

@@ -6,11 +6,15 @@ from weft.costs.fitted import Fitted, Pushes
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
-# Bytes of a part of a row, and programs of an SM, each with a part, of an all-reduce with a norm by default
+# Bytes of a part of a row as it is sent, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
 NORM_PART, NORM_PROGRAMS = 512, 16
 # Programs of an SM above which one shot of two ranks has parts twice as long, and the most bytes with such parts.
 NORM_MANY, NORM_MOST = 8, 8 << 20
+# Bytes of 128 columns in fp8 with their scale, over the bytes in 16 bits.
+FP8_SHARE = 132 / 256
+# µs that a hop takes longer where numbers are put in fp8 before it and read back after it.
+FP8_LATENCY = 0.4
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4
 
@@ -52,18 +56,33 @@ def all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict
     }
 
 
+def fp8_all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict[str, float]:
+    """``all_reduce`` of ``nbytes`` of 16-bit numbers that travel in fp8.
+
+    Putting a number in fp8, or reading it back, is taken to last as long as to load it from memory in 16 bits, and a hop
+    FP8_LATENCY longer. Not measured.
+    """
+    if world_size == 1:
+        return all_reduce(gpu, fitted, nbytes, world_size)
+    times = all_reduce(gpu, fitted, nbytes * FP8_SHARE, world_size)
+    # Numbers put in fp8 and read back, over the tensor's: a share of the sums is put in fp8 in the second hop.
+    converted = {"one_shot": 1 + world_size, "two_shot": 3 + 1 / world_size}
+    latency = {"one_shot": FP8_LATENCY, "two_shot": 2 * FP8_LATENCY}
+    return {name: times[name] + latency[name] + count * nbytes / gpu.memory for name, count in converted.items()}
+
+
 def all_reduce_rms_norm(
-    gpu: Gpu, fitted: Fitted, rows: int, width: int, item: int, world_size: int
+    gpu: Gpu, fitted: Fitted, rows: int, width: int, item: int, world_size: int, fp8_wire: bool = False
 ) -> dict[str, float]:
-    """All-reduce of rows, residual and norm."""
+    """All-reduce of rows, in 16 bits or in fp8, residual and norm."""
     nbytes = rows * width * item
     moved = nbytes / gpu.memory
     if world_size == 1:
         return {"one_shot": gpu.launch + fitted.norms.call + moved}
-    times = all_reduce(gpu, fitted.pushes, nbytes, world_size)
+    times = (fp8_all_reduce if fp8_wire else all_reduce)(gpu, fitted.pushes, nbytes, world_size)
     of, measured = fitted.norms, min(world_size, NORM_RANKS)
     first = of.call + of.peer * (measured - 2) + of.rows * moved
-    many = world_size == 2 and NORM_MANY * gpu.sms * NORM_PART < nbytes <= NORM_MOST
+    many = world_size == 2 and not fp8_wire and NORM_MANY * gpu.sms * NORM_PART < nbytes <= NORM_MOST
     # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
     added = {
         "one_shot": (rows, NORM_PART * (1 + many), world_size * (of.longer if many else 1.0)),
@@ -71,7 +90,7 @@ def all_reduce_rms_norm(
     }
 
     def taken(tiles: int, part: int, added: float) -> float:
-        at_once = NORM_PROGRAMS * gpu.sms // min(cdiv(width * item, part), gpu.sms)
+        at_once = NORM_PROGRAMS * gpu.sms // min(cdiv(width * (1 if fp8_wire else item), part), gpu.sms)
         return first if tiles <= at_once else of.several + (1 + of.later * added) * moved
 
     return {name: times[name] + taken(*how) for name, how in added.items()}

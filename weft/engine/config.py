@@ -76,6 +76,9 @@ class EngineConfig:
                      checkpoint's scales, or scales of 1 where it has none
     quantization     "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": weights of 16 or 32 bits are quantized as
                      they are read (docs/quantization.md); None: they are as the checkpoint has them
+    wire             "same": sums over the ranks travel in the dtype of the weights; "fp8": in e4m3 with a scale for 128
+                     columns, half of the bytes, with a bound on the error (docs/quantization.md); "auto": in fp8 where that is
+                     predicted to take less time. For dense models of 16 bits on one node
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     gpu_memory_utilization  share of the GPU's whole memory for weights, graphs and KV cache together, in (0, 1], as of vLLM, in
                      place of memory_fraction; without effect on virtual ranks. None: memory_fraction
@@ -126,6 +129,7 @@ class EngineConfig:
     pages: int | None = None
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    wire: str = "same"
     memory_fraction: float = 0.8
     gpu_memory_utilization: float | None = None
     chunk_tokens: int = 4096
@@ -176,6 +180,7 @@ class EngineConfig:
         if not isinstance(self.tune, bool):
             check_number("tune", self.tune, 1, 86400, "in [1, 86400] seconds, True or False")
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
+        check_choice("wire", self.wire, ("same", "fp8", "auto"))
         rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
         check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
         check_optional(check_int, "state_snapshot_bytes", self.state_snapshot_bytes, 0, 1 << 62)
@@ -224,6 +229,7 @@ class EngineConfig:
         for name, value, why in (
             ("fused", self.fused is False, "torch's operations choose an order of sums by the batch"),
             ("context_parallel", self.context_parallel, "parts of an attention would be summed by ranks"),
+            ("wire", self.wire != "same", "sums of another number of ranks would be rounded otherwise"),
             ("lora", self.lora is not None, "adapters are added in sums of another order"),
             ("pipeline_parallel", self.pipeline_parallel > 1, "hidden states are handed over in other sums"),
             ("speculative", drafts not in (None, "ngram"), "drafts are those of method='ngram' alone"),

@@ -113,7 +113,7 @@ class Engine:
         self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, ends)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "quantization"
+        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "quantization", "wire"
         options = {name: getattr(config, name) for name in names}
         self.model: Decoder = Decoder(
             sizes, pipeline.stage, layers=pipeline.layers, context_parallel=context_parallel, **options

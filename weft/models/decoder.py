@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.arguments import quoted
+from weft.arguments import check_choice, quoted
 from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.delta_net import TPGatedDeltaNet
@@ -32,6 +32,7 @@ from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
 from weft.ops.attention.mla_decode_attention import check_latent_sizes
 from weft.ops.attention.qk_norm_rope import check_head_dim
+from weft.ops.collectives.fp8_wire import WIRES
 from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
 from weft.parallel.adapters import with_adapters
@@ -149,6 +150,8 @@ class Decoder(nn.Module):
            checkpoint's scales, or scales of 1 where it has none
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
+    wire   "same", "fp8" or "auto", as of ``weft.ops.all_reduce``: sums over the ranks travel in fp8, but for the embedding's
+           (docs/quantization.md); of dense models in 16 bits, within a node, in no mode "reference" or "invariant"
     quantization  "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": matrices of the layers are quantized as they
            are read from a checkpoint of 16 or 32 bits (docs/quantization.md); None: they are as the checkpoint has them
     layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
@@ -175,6 +178,7 @@ class Decoder(nn.Module):
         context_parallel: bool = False,
         layers: range | None = None,
         quantization: str | None = None,
+        wire: str = "same",
     ) -> None:
         super().__init__()
         dtype, config = dtype or config.dtype, config.quantized(quantization)
@@ -182,6 +186,7 @@ class Decoder(nn.Module):
         _check_dtype(config, dtype, team)
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
         self.fused, self.expert_layout = fused, layout
+        self.send_sums(wire)
         self._sizes = layer_of(config, team.size, layout == "slices", dtype.itemsize)
         self.adapters: tuple[str, ...] = ()
         if self.mode == "invariant":
@@ -320,6 +325,8 @@ class Decoder(nn.Module):
         """
         if self.mode in ("reference", "invariant"):
             raise ValueError(f"lora with mode={self.mode!r}: it runs no adapters; choose another mode")
+        if self.wire != "same":
+            raise ValueError(f"lora with wire={self.wire!r}: sums with adapters travel in 16 bits; leave out one")
         load_adapters(
             directories,
             zip(self.span, self.layers, strict=True),
@@ -357,6 +364,8 @@ class Decoder(nn.Module):
             plan = replace(plan, recipe=with_adapters(plan.recipe, self.team), reason=reason)
         if self.config.block.residual_scale is not None:  # of whole sums
             plan = plan.of_single_layers()
+        if self.wire != "same" and self.team.size > 1:
+            plan = replace(plan, recipe=plan.recipe.with_wire(self.wire))
         if self.config.attention.latent is not None and plan.fused:
             plan = replace(plan, reason=f"{plan.reason}; prompts attend to expanded latents by torch's operations")
         quantization = self.config.quantization
@@ -364,6 +373,21 @@ class Decoder(nn.Module):
             return plan
         # A static scale is of normed rows.
         return replace(plan, recipe=plan.recipe.without_deferred_scale())
+
+    def send_sums(self, wire: str) -> None:
+        """Let sums over the ranks travel as ``wire`` says. ValueError where they cannot."""
+        check_choice("wire", wire, WIRES)
+        self.wire, asked = wire, f"wire={quoted(wire)}"
+        for is_so, what in (
+            (self.mode in ("reference", "invariant"), f"mode={self.mode!r}, whose sums travel in their dtype"),
+            (self.dtype.itemsize != 2, f"dtype={self.dtype}: it is for bfloat16 and float16"),
+            (self.config.experts is not None, "a mixture of experts, whose sums have no such form"),
+            (self.team.rail is not None, f"a team of {self.team.shape}: it is for one node"),
+        ):
+            if is_so and wire != "same":
+                raise ValueError(f"{asked} with {what}; leave wire out")
+        if wire != "same":
+            check_e4m3(asked, self.team.caps)
 
     def new_cache(
         self,

@@ -135,9 +135,18 @@ class Recipe:
         """The same with whole norms before GEMMs."""
         return self
 
+    def with_wire(self, wire: str) -> Recipe:
+        """The same with sums over the ranks that travel as ``wire`` of ``weft.ops.all_reduce`` says."""
+        raise ValueError(f"wire={wire!r}: sums of {self} travel in their dtype; leave it out")
+
     def of_head(self, rows: int) -> Recipe:
         """The same for the last norm and the head, of ``rows`` tokens."""
         return self
+
+
+def wire_text(wire: str) -> str:
+    """Part of a recipe's text that says how its sums travel."""
+    return {"same": "", "fp8": ", sums travel in fp8", "auto": ", sums travel in fp8 where it pays"}[wire]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

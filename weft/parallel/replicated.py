@@ -21,7 +21,7 @@ from weft.ops.gemm.small_m_rule import is_small
 from weft.parallel import fused
 from weft.parallel.plain import UNGATED, norm_all_heads
 from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
-from weft.parallel.recipe import Recipe
+from weft.parallel.recipe import Recipe, wire_text
 from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
@@ -50,10 +50,12 @@ class FusedNorm(Recipe):
     With norms after attention and MLP these come with the all-reduce, and the next norm is a launch more.
     deferred_scale  the GEMM after a norm divides its accumulator by the rows' root mean squares, so that the programs of the
                     all-reduce need not wait for a whole row (weft.kernels.deferred_norm)
+    wire            as of ``weft.ops.all_reduce``; the first layer's input, which is added up exactly, travels in its dtype
     """
 
     team: Team
     deferred_scale: bool
+    wire: str = "same"
     local: ClassVar[ModuleType] = fused
     name: ClassVar[str] = "replicated"
 
@@ -133,10 +135,13 @@ class FusedNorm(Recipe):
         return normed
 
     def of_single_layers(self) -> Replicated:
-        return Replicated(team=self.team, local=self.local)
+        return Replicated(team=self.team, local=self.local, wire=self.wire)
 
     def without_deferred_scale(self) -> FusedNorm:
         return replace(self, deferred_scale=False)
+
+    def with_wire(self, wire: str) -> FusedNorm:
+        return replace(self, wire=wire)
 
     def of_head(self, rows: int) -> FusedNorm:
         return self.before_whole_gemm(rows)
@@ -162,7 +167,8 @@ class FusedNorm(Recipe):
         if not isinstance(x, PartialSum):
             return fused.add_norm(x, residual, norm, weight)
         if norm is None:
-            return fused.add_norm(ops.all_reduce(tensor_of(x), self.team), residual, None)
+            wire = "same" if residual is None else self.wire
+            return fused.add_norm(ops.all_reduce(tensor_of(x), self.team, wire=wire), residual, None)
         return self.all_reduce_norm(x, residual, norm, weight)
 
     def all_reduce_norm(
@@ -193,15 +199,15 @@ class FusedNorm(Recipe):
                 format = None  # that op writes rows in one form
             beside |= {"factored": self.deferred_scale, "fp8": format}
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside)
-        summand = tensor_of(x)
+        summand, wire = tensor_of(x), self.wire
         if residual is None:  # of an embedding, before the first layer
-            residual = torch.zeros_like(summand)
-        options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
+            residual, wire = torch.zeros_like(summand), "same"
+        options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype), "wire": wire}
         return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, **options)
 
     def __str__(self) -> str:
         scale = ", deferred RMS scale" if self.deferred_scale else ""
-        return f"{self.name}, {self.local.NAME}, all-reduce with the next norm{scale}"
+        return f"{self.name}, {self.local.NAME}, all-reduce with the next norm{scale}{wire_text(self.wire)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,21 +215,23 @@ class Replicated(Recipe):
     """GEMM-AR, then the norm: for more tokens, and where a layer's result must be whole.
 
     local  weft.parallel.fused or weft.parallel.plain
+    wire   as of ``weft.ops.all_reduce``
     """
 
     team: Team
     local: ModuleType
+    wire: str = "same"
     name: ClassVar[str] = "replicated"
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)
         qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         attended = self.local.attend(qkv, w, step, cache)
-        return w.with_o_bias(ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team))
+        return w.with_o_bias(ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team, wire=self.wire))
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)
-        return ops.matmul_all_reduce(*overlapped_operands(gated, w.down), self.team)
+        return ops.matmul_all_reduce(*overlapped_operands(gated, w.down), self.team, wire=self.wire)
 
     def before_attention(self, w: LayerWeights) -> NextWeights:
         return w.before_attention
@@ -242,5 +250,8 @@ class Replicated(Recipe):
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
         return ops.all_gather(rows, self.team)[:tokens]
 
+    def with_wire(self, wire: str) -> Replicated:
+        return replace(self, wire=wire)
+
     def __str__(self) -> str:
-        return f"{self.name}, {self.local.NAME}"
+        return f"{self.name}, {self.local.NAME}{wire_text(self.wire)}"

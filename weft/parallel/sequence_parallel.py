@@ -6,7 +6,7 @@ launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +24,7 @@ from weft.parallel.quantized import (
     padded,
     rows_between,
 )
-from weft.parallel.recipe import Recipe
+from weft.parallel.recipe import Recipe, wire_text
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
@@ -48,10 +48,12 @@ class SequenceParallel(Recipe):
     """AG-GEMM and GEMM-RS: communication under the GEMMs of other ranks' tokens.
 
     local  weft.parallel.fused or weft.parallel.plain
+    wire   as of ``weft.ops.matmul_reduce_scatter``
     """
 
     team: Team
     local: ModuleType
+    wire: str = "same"
     name: ClassVar[str] = "sequence_parallel"
 
     def output(self, x: SequenceShard, norm: NormWeights | None, w: LayerWeights) -> SequenceShard:
@@ -65,7 +67,8 @@ class SequenceParallel(Recipe):
         qkv = with_rates(qkv[: step.tokens], w, lambda rates: self.whole_rows(ops.matmul(x.rows, rates), step.tokens))
         attended = self.local.attend(qkv, w, step, cache)
         attended = padded(attended, padding)
-        return SequenceShard(w.with_o_bias(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team)))
+        summed = ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team, wire=self.wire)
+        return SequenceShard(w.with_o_bias(summed))
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
@@ -73,7 +76,9 @@ class SequenceParallel(Recipe):
         gate_up = ops.all_gather_matmul(*overlapped_operands(x.rows, w.gate_up), self.team, own_first=own_first)
         gated = self.local.activated(gate_up, w)
         return SequenceShard(
-            ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, own_first=own_first)
+            ops.matmul_reduce_scatter(
+                *overlapped_operands(gated, w.down), self.team, own_first=own_first, wire=self.wire
+            )
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
@@ -169,8 +174,11 @@ class SequenceParallel(Recipe):
         normed, hidden = self.local.add_norm(x.rows, None if residual is None else residual.rows, norm, weight)
         return SequenceShard(normed), SequenceShard(hidden)
 
+    def with_wire(self, wire: str) -> SequenceParallel:
+        return replace(self, wire=wire)
+
     def __str__(self) -> str:
-        return f"{self.name}, {self.local.NAME}"
+        return f"{self.name}, {self.local.NAME}{wire_text(self.wire)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +192,7 @@ class GatheredMLP(SequenceParallel):
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)
         gated = self.local.gated(whole, w)
-        return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team))
+        return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, wire=self.wire))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)
@@ -192,4 +200,4 @@ class GatheredMLP(SequenceParallel):
         return SequenceShard(ops.reduce_scatter(summand, self.team))
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.local.NAME}, gathered before the MLP"
+        return f"{self.name}, {self.local.NAME}, gathered before the MLP{wire_text(self.wire)}"

@@ -11,7 +11,7 @@ from weft.runtime.codec import exchangeable
 # Alignment of pieces and receive buffers.
 LINE_BYTES = 16
 
-TRANSPORTS = ("lamport", "keyed")
+TRANSPORTS = ("lamport", "keyed", "fp8")
 
 
 @exchangeable
@@ -19,7 +19,7 @@ TRANSPORTS = ("lamport", "keyed")
 class PushPlan:
     """Transport and tile sizes of a push (weft.transport.push).
 
-    transport        "lamport" or "keyed"
+    transport        "lamport", "keyed" or "fp8"
     row_bytes        bytes sent to one peer at once: a power of two of at least 16; in all_reduce_rms_norm, which cuts rows
                      into even parts, a multiple of 16
     num_warps        warps of a program, a power of two
@@ -36,6 +36,8 @@ class PushPlan:
             raise ValueError(f"transport={self.transport!r} is not one of {', '.join(map(repr, TRANSPORTS))}")
         if self.row_bytes < 16 or self.row_bytes % 16:
             raise ValueError(f"row_bytes={self.row_bytes} is not a positive multiple of 16")
+        if self.transport == "fp8" and self.row_bytes % 128:
+            raise ValueError(f"row_bytes={self.row_bytes} cuts a group of 128 columns; pass a multiple of 128")
         if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
             raise ValueError(f"num_warps={self.num_warps} is not a power of two")
         if self.programs_per_sm < 1:

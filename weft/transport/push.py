@@ -15,6 +15,7 @@ fewer slots, and the epochs of further programs stand still.
     slot     stages[e % S] is [W, WIDTH]: row s is written by rank s; S = stages_of(bytes of a row), at least 6
     lamport  numbers are their own flag (weft.language.lamport): one hop over the link, no fence; -0.0 arrives as +0.0
     keyed    the same for any bits: int words XOR a key for which none of the tile reads as unwritten; W keys follow the rows
+    fp8      int words of four e4m3 each, none of which reads as unwritten; W rows of scales follow (weft.transport.fp8_push)
 
 Flags after the data (``notify``, ``wait``) would cost a fence and a second hop: an all-gather of 64 MiB took 142 us with them
 and 108 with keyed (H200, W=2).
@@ -79,6 +80,8 @@ STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)
+# Words of four e4m3 under a scale, in the "fp8" transport.
+WORDS_OF_SCALE: tl.constexpr = tl.constexpr(32)
 # Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and a warp's
 # stores to a peer fill whole packets.
 LINE_BYTES: tl.constexpr = tl.constexpr(128)
@@ -119,10 +122,12 @@ def tile_rest(length, start, TILE: tl.constexpr):
 
 
 @triton.constexpr_function
-def key_bytes(transport, world_size):
-    """Bytes of keys after the rows of a stage; also for the host."""
-    line = LINE_BYTES.value
-    return -(-world_size * KEY_BYTES.value // line) * line if transport == "keyed" else 0
+def key_bytes(transport, world_size, row_bytes):
+    """Bytes of keys, or of scales, after the rows of a stage; also for the host."""
+    if transport == "lamport":
+        return 0
+    line, of_row = LINE_BYTES.value, KEY_BYTES.value if transport == "keyed" else row_bytes // WORDS_OF_SCALE.value
+    return -(-world_size * of_row // line) * line
 
 
 @triton.constexpr_function
@@ -139,7 +144,8 @@ def row_bytes_of(dtype, width):
 @triton.constexpr_function
 def stage_words(dtype, width, transport, world_size):
     """Elements of a stage."""
-    return world_size * width + key_bytes(transport, world_size) // (dtype.primitive_bitwidth // 8)
+    item = dtype.primitive_bitwidth // 8
+    return world_size * width + key_bytes(transport, world_size, width * item) // item
 
 
 @triton.constexpr_function
@@ -274,7 +280,7 @@ def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
         registers = registers_of(plan, team.size)
         resident = min(team.max_programs(plan.num_warps, registers), plan.programs_per_sm * team.caps.sms)
         programs = min(team.exchange(resident))
-        stage = team.size * plan.row_bytes + key_bytes(plan.transport, team.size)
+        stage = team.size * plan.row_bytes + key_bytes(plan.transport, team.size, plan.row_bytes)
         buffer = team.empty((programs * stages_of(plan.row_bytes) * stage,), torch.uint8, name="pushed words")
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
@@ -296,6 +302,8 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
     if threads * 128 <= 65536:
         return 128
     tile = next_power_of_2(world_size) * next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
+    if plan.transport == "fp8":
+        return 64 if tile <= 16 else 128  # four columns a word, in fp32
     return 64 if tile <= 32 else 80 if tile <= 64 else 128
 
 
@@ -321,14 +329,15 @@ def launch(
     """Run a push kernel with a program for each of ``tiles``, or as many as can be resident.
 
     The call is ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)``. Elements are sent in the
-    dtype of ``out``. A kernel sends PART elements to a peer at once, or BLOCK if it has no such constant. ValueError if these
-    are not ``plan.row_bytes``.
+    dtype of ``out``, in the "fp8" transport as int words. A kernel sends PART elements to a peer at once, or BLOCK if it has no
+    such constant. ValueError if these are not ``plan.row_bytes``.
 
     All programs are resident, by ``team.max_programs``: they end without later kernels, which start only when all
     of these run, and kernels beside or before them end by themselves. It is no cooperative launch, by which the driver would
     refuse more: that starts 1 us later (H200).
     """
-    prepared = _prepared(kernel, team, plan, out.dtype, constants)
+    dtype = torch.int32 if plan.transport == "fp8" else out.dtype
+    prepared = _prepared(kernel, team, plan, dtype, constants)
     prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
 
 
@@ -367,15 +376,19 @@ class Prepared:
     ) -> Prepared:
         """fixed: arguments of every launch after the team's view."""
         itemsize = max(2, dtype.itemsize)  # single bytes are sent widened to two
-        block = next_power_of_2(plan.row_bytes // itemsize)
-        if constants.get("PART", block) * itemsize != plan.row_bytes:
+        sent = 1 if plan.transport == "fp8" else itemsize
+        block = next_power_of_2(plan.row_bytes // sent)
+        if constants.get("PART", block) * sent != plan.row_bytes:
             raise ValueError(
-                f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, more "
-                f"than the workspace holds; pass {block * itemsize}"
+                f"row_bytes={plan.row_bytes} is not a power of two: {block * sent} bytes would go to a peer at once, more "
+                f"than the workspace holds; pass {block * sent}"
             )
         slots = slots_of(team, plan, itemsize)
         switches = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
         options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
+        if plan.transport == "fp8":
+            # A value times its scale is rounded before it is added, as in the simulator: a sum has one result.
+            options["enable_fp_fusion"] = False
         buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
         return cls(
             Launch(kernel, switches | options, (buffer, slots.epochs, team.view, *fixed), before=3),

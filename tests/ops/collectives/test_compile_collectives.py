@@ -17,8 +17,9 @@ from weft.kernels.slices import SLICES
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, push_of
 from weft.ops.collectives.barrier import barrier_kernel
-from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, OneShot, TwoShot, of_world
+from weft.ops.collectives.collective import FP8_HOPS, ONE_HOP, TWO_HOPS, OneShot, TwoShot, of_world
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
+from weft.ops.collectives.fp8_kernels import fp8_all_reduce_kernel
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel
 from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
 from weft.plan import table
@@ -35,6 +36,8 @@ KERNELS = {
     "one_shot": (all_reduce.ONE_SHOT, "lamport", {"sizes": 1}),
     "two_shot": (all_reduce.two_shot_all_reduce_kernel, "lamport", {}),
     "one_shot_of_parts": (all_reduce.ONE_SHOT, "lamport", {"sizes": MAX_PARTIALS_LEFT}),
+    "one_shot_wire": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": False}),
+    "two_shot_wire": (fp8_all_reduce_kernel, "fp8", {"TWO_SHOT": True}),
     "reduce_scatter": (reduce_scatter.BODY, "lamport", {}),
     "all_gather": (all_gather.BODY, "keyed", {}),
     "all_to_all": (all_to_all.BODY, "keyed", {}),
@@ -53,6 +56,11 @@ KERNELS |= {
     )
     for two_shot in (False, True) for fp8 in ("", "_fp8")
 }  # fmt: skip
+# With rows that travel in fp8.
+KERNELS |= {
+    f"{name}_wire": (kernel, "fp8", constants)
+    for name, (kernel, _, constants) in KERNELS.items() if name.startswith("norm") and "of_parts" in name
+}  # fmt: skip
 # With normed rows in fp8; whole norms with rows in 16 bits beside.
 KERNELS |= {
     f"{name}{beside}_fp8": row
@@ -63,7 +71,7 @@ KERNELS |= {
 
 def kernels_of(arch):
     """Names of the kernels that ``arch`` has: E4M3 needs sm_89."""
-    return [name for name in KERNELS if arch != "sm_80" or not name.endswith("fp8")]
+    return [name for name in KERNELS if arch != "sm_80" or not name.endswith(("fp8", "wire"))]
 
 
 def plans(name, world_size):
@@ -71,13 +79,17 @@ def plans(name, world_size):
     if name.startswith("norm"):
         caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * world_size)
         here = machine(caps, world_size)
-        call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here)
+        in_fp8 = name.endswith("wire")
+        call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here, fp8_wire=in_fp8)
+        if in_fp8:
+            return [ALL_REDUCE_RMS_NORM.default("two_shot" if "two_shot" in name else "one_shot", call, here).push]
         push = ALL_REDUCE_RMS_NORM.plan(call, here).design.push
         if "tree" in name:
             push = ALL_REDUCE_RMS_NORM.plan(call._replace(invariant=True), here).design.hops.design.push
         design = (TwoShot if "two_shot" in name else OneShot)(push=push)
         return [push_of(design, 2, RowFormat("group") if name.endswith("fp8") else None)]
-    limits = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
+    hops = FP8_HOPS if KERNELS[name][1] == "fp8" else TWO_HOPS if name == "two_shot" else ONE_HOP
+    limits = of_world(hops, world_size)
     ruled = [
         PushPlan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
         for _, row, warps, per_sm in limits
@@ -108,15 +120,21 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
             beside = (x,) if "beside" in name else ()
             normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128, *beside)
         first, more = Summands(first, n, summands), (Norm(normed, x, x, 1e-6, torch.zeros(4), words, fp8),)
-    options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
+    buffer, item = x, dtype.itemsize
+    if transport == "fp8":
+        buffer, item, more = words, 1, more or (n,)  # columns
+    unfused = {"enable_fp_fusion": False} if transport == "fp8" else {}
+    options = unfused | {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     make = compiled_exchange if isinstance(kernel, Body) else compiled
     return make(
-        kernel, first, x, n, x, words, a_view(world_size), *more, arch=arch,
-        BLOCK=triton.next_power_of_2(plan.row_bytes // dtype.itemsize), ROWS=triton.next_power_of_2(world_size),
+        kernel, first, x, n, buffer, words, a_view(world_size), *more, arch=arch,
+        BLOCK=triton.next_power_of_2(plan.row_bytes // item), ROWS=triton.next_power_of_2(world_size),
         TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),
     )  # fmt: skip
 
 
+# Of rows that travel in fp8 the smallest and the largest form are compiled each time.
+WIRES_SELDOM = ("norm_one_shot_of_parts_wire", "norm_two_shot_of_parts_wire")
 # Off Hopper two of the eight forms of the norm, the smallest and the largest.
 NORMS_EVERYWHERE = ("norm_one_shot", "norm_two_shot_factored_of_parts")
 
@@ -126,7 +144,12 @@ NORMS_EVERYWHERE = ("norm_one_shot", "norm_two_shot_factored_of_parts")
     ("arch", "name"),
     sampled(
         ((arch, name) for arch in TARGETS for name in kernels_of(arch)),
-        lambda arch, name: arch == "sm_90" or not name.startswith("norm") or name in NORMS_EVERYWHERE,
+        lambda arch, name: (
+            name not in WIRES_SELDOM
+            and (
+                arch == "sm_90" or not name.startswith("norm") and not name.endswith("wire") or name in NORMS_EVERYWHERE
+            )
+        ),
     ),
 )
 def test_compiles(arch, name):
@@ -147,7 +170,9 @@ def test_compiles(arch, name):
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8") and "tree" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in KERNELS if name.startswith("norm") and name.endswith("fp8") and "tree" not in name]
+)
 def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
     plain = name.removesuffix("_fp8").removesuffix("_beside")
     rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, plain))

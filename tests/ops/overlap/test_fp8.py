@@ -109,7 +109,9 @@ def test_plans_of_fp8_weights(op):
                 assert designs and {op.name_of(design) for design in designs} <= {"pipelined", "sequential"}
     explained = ops.explain(f"{op.alias}+block_fp8", M=4096, N=5120, K=2560, world_size=2)
     assert explained.algorithm == "pipelined" and "+block_fp8 M=4096" in str(explained)
-    with pytest.raises(ValueError, match="has the variants .*block_fp8, channel_fp8(, invariant)?, not 'fp8'"):
+    with pytest.raises(
+        ValueError, match="has the variants .*block_fp8, channel_fp8(, invariant)?(, fp8_wire)?, not 'fp8'"
+    ):
         ops.explain(f"{op.alias}+fp8", M=4096, N=5120, K=2560, world_size=2)
     if "fused" in op.designs:
         with pytest.raises(ValueError, match="design='fused' multiplies rows of 16 bits"):

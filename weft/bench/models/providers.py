@@ -12,15 +12,16 @@ from weft.bench.harness.workload import Problem
 from weft.bench.models import generate
 from weft.bench.models.names import LEVELS, WEFT_MODES
 from weft.bench.models.problem import StepProblem
-from weft.bench.models.sessions import WeftSession, over_context
+from weft.bench.models.sessions import WeftSession, in_fp8_wire, over_context
 from weft.parallel.modes import OLD_MODES
 
-# In mode "auto", with a KV cache spread over the ranks by pages. Only where it is named.
-CONTEXT = "context_parallel"
+# In mode "auto", with a KV cache spread over the ranks by pages, and with sums that travel in fp8. Only where they are named.
+CONTEXT, WIRE = "context_parallel", "fp8_wire"
 
 
 def weft(problem: StepProblem, mode: str) -> Prepared:
-    model = over_context(problem.model("auto")) if mode == CONTEXT else problem.model(mode)
+    changed = {CONTEXT: over_context, WIRE: in_fp8_wire}.get(mode)
+    model = problem.model(mode) if changed is None else changed(problem.model("auto"))
     prepared = problem.prepared(WeftSession(model, problem.step.batch, problem.step.length))
     if problem.teacher_forced:
         prepared.first = partial(problem.compare_first, partial(WeftSession, model))
@@ -41,7 +42,7 @@ def providers_for(
 ) -> tuple[Provider, ...]:
     """Providers of a model benchmark, weft's in ``modes`` (all if empty).
 
-    words      names that were asked for. Only an exact name gives a cache spread over the ranks
+    words      names that were asked for. Only an exact name gives a cache spread over the ranks, or sums in fp8
     baselines  folder of more baselines, by default a checkout's
     """
     named = {OLD_MODES.get(mode, mode) for mode in modes or WEFT_MODES}
@@ -51,10 +52,14 @@ def providers_for(
         return Provider(name=f"weft.{mode}", ops=LEVELS, role="weft", make=partial(ours, mode=mode))
 
     torch_eager = Provider(name="torch.eager", ops=LEVELS, role="other", make=by_torch)
-    over_ranks = [one(CONTEXT)] if level in ("attn", "model") and f"weft.{CONTEXT}" in words else []
+    named_alone = [
+        one(name)
+        for name, levels in ((CONTEXT, ("attn", "model")), (WIRE, ("model",)))
+        if level in levels and f"weft.{name}" in words
+    ]
     return (
         *(one(mode) for mode in WEFT_MODES if mode in named),
         torch_eager,
         *baselines_for(level, baselines),
-        *over_ranks,
+        *named_alone,
     )

@@ -178,6 +178,13 @@ def in_mode(model: Decoder, mode: str) -> Decoder:
     return made
 
 
+def in_fp8_wire(model: Decoder) -> Decoder:
+    """The model with sums that travel in fp8, its weights by reference."""
+    made = in_mode(model, model.mode)
+    made.send_sums("fp8")
+    return made
+
+
 def over_context(model: Decoder) -> Decoder:
     """The model with a KV cache spread over the ranks, its other weights by reference. Collective."""
     if model.config.quantization is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -45,7 +46,15 @@ def _of_weft(op: Op, variants: Sequence[str]) -> list[Provider]:
             for design in op.algorithms
             if design != AUTO and op.offers(design, variants)
         ),
+        *([replace(auto, name="weft.16_bits", make=in_16_bits)] if "fp8_wire" in variants else ()),
     ]
+
+
+def in_16_bits(problem: OpProblem) -> Prepared:
+    """``prepared`` with rows that travel in their dtype, to compare with fp8."""
+    other = copy(problem)
+    other.case = replace(problem.case, fields=tuple(one for one in problem.case.fields if one[0] != "fp8_wire"))
+    return prepared(other)
 
 
 def of_design(problem: OpProblem, design: str) -> Prepared:

@@ -6,6 +6,8 @@ two_shot   W tiles --one to each--> sum --to all--> out     2 hops, 2 (W - 1) / 
 copy_engine  the same with whole parts, which copy engines carry (weft.ops.collectives.copy_engine)
 tree         the sum in a tree over the ranks, of the same bits on any number (weft.ops.collectives.tree)
 multimem_…  the switch adds (weft.ops.collectives.multimem)
+
+one_shot and two_shot may send their rows in fp8 (weft.ops.collectives.fp8_wire).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from weft.costs.gpu import gpu_of
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.slices import node_of_ranks
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs, sum_of
-from weft.ops.collectives import cases, multimem, tree
+from weft.ops.collectives import cases, fp8_wire, multimem, tree
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import (
     ALONE,
@@ -168,7 +170,7 @@ class AllReduce(Collective):
         "tree": INVARIANT,
     }
     internal = (*Collective.internal, "tree")
-    variants = options = ("invariant",)
+    variants = options = ("invariant", "fp8_wire")
     rare = tuple(multimem.DESIGNS)  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
@@ -181,11 +183,27 @@ class AllReduce(Collective):
     def sent(self, nbytes: int, world_size: int) -> int:
         return 2 * nbytes * (world_size - 1) // world_size
 
+    def traffic_of(self, case: Case) -> int:
+        return fp8_wire.sent(super().traffic_of(case), case)
+
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        return "fp8_wire" not in variants or design in fp8_wire.DESIGNS
+
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
         multimem.check(call.design, machine)
+        if call.fp8_wire:
+            fp8_wire.check_call(self.name, call, machine)
         if call.invariant and call.design in (AUTO, "tree"):
             return tree.planned(call, machine, lambda hops: self._by_stores(hops, machine))
         return super().choose(call, machine)
+
+    def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:
+        return least(self.times(call, machine), machine.caps) if call.fp8_wire else super().rule(call, machine)
+
+    def times(self, call: CollectiveCall, machine: Machine) -> dict[str, float]:
+        """Predicted µs by design."""
+        predicted = pushes.fp8_all_reduce if call.fp8_wire else pushes.all_reduce
+        return predicted(gpu_of(machine.caps), fitted.read().pushes, call.nbytes, machine.world_size)
 
     def _by_stores(self, call: CollectiveCall, machine: Machine) -> Planned:
         """Plan of an all-reduce that kernels push, in one hop or two."""
@@ -194,21 +212,26 @@ class AllReduce(Collective):
 
     def push_rule(self, whole: int, machine: Machine) -> tuple[str, str]:
         """The least predicted time of one hop and two. W=3 and W=8 are not measured."""
-        times = pushes.all_reduce(gpu_of(machine.caps), fitted.read().pushes, whole, machine.world_size)
+        times = self.times(CollectiveCall(whole, torch.bfloat16), machine)
         return least({name: times[name] for name in ("one_shot", "two_shot")}, machine.caps)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         return (drawn(case, draw),)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([whole_of(case, x) for (x,) in by_rank])
+        whole = [whole_of(case, x) for (x,) in by_rank]
+        return fp8_wire.reference(case, whole) if case.field("fp8_wire") else sum_of(whole)
 
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
         if case.field("invariant"):
             return all_reduce(x, team, invariant=True)
+        if case.field("fp8_wire") and isinstance(case.design, str):
+            return all_reduce(x, team, case.design, wire="fp8")
         return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
 
     def accuracy(self, case: Case) -> Accuracy:
+        if case.field("fp8_wire"):
+            return fp8_wire.accuracy(case, terms=case.world_size)
         partials = case.world_size if case.field("invariant") else case.field("nodes") or 0
         return Accuracy(terms=case.world_size, partials=partials, replicated=True)
 
@@ -237,6 +260,8 @@ class AllReduce(Collective):
             if isinstance(design, CopyEngine):
                 sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
                 add_and_share(sources, split(out.view(-1), team.size), team, design)
+            elif design.push.transport == "fp8":
+                fp8_wire.all_reduce(design, team, x.detach().contiguous(), out)
             else:
                 _push(out.numel(), out.dtype, team, design)(x.contiguous(), out)
         return out
@@ -303,14 +328,16 @@ class AllReduce(Collective):
             return nodes[0] if into is None else into
         return tree.run(design, team, nodes, dtype, two_shot, into)
 
-    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto", invariant: bool = False) -> torch.Tensor:
-        if not invariant:
+    def forward(
+        self, x: torch.Tensor, team: str, algorithm: str = "auto", invariant: bool = False, wire: str = "same"
+    ) -> torch.Tensor:
+        if not invariant and wire == "same":
             return super().forward(x, team, algorithm)
         members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm, invariant)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
+        here, call = machine_of(members), CollectiveCall(x.nbytes, x.dtype, algorithm, invariant)
+        return self.run(self.plan(fp8_wire.asked(self, wire, call, here), here).design, members, x)
 
-    def fake(self, x, team, algorithm="auto", invariant=False):
+    def fake(self, x, team, algorithm="auto", invariant=False, wire="same"):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def backward(self, given, grad):
@@ -359,7 +386,9 @@ def all_reduce_nodes(nodes: torch.Tensor, team: Team) -> torch.Tensor:
     return ALL_REDUCE.run_of_nodes(ALL_REDUCE.plan(call, machine_of(team)).design, team, nodes, nodes.dtype)
 
 
-def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invariant: bool = False) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, team: Team, algorithm: str = "auto", *, invariant: bool = False, wire: str = "same"
+) -> torch.Tensor:
     """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
@@ -367,13 +396,16 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invarian
                ``team.caps.multicast`` is true also "multimem_one_shot" and "multimem_two_shot", by which the switch adds
     invariant  the sum is a tree in rank order, every node rounded to x's dtype: of eight summands that ranks have added up
                alike before, the bits are the same on 1, 2, 4 and 8 ranks; -0.0 becomes 0.0. With algorithm "auto"
+    wire       "same": rows travel in x's dtype; "fp8": in e4m3 with a scale for 128 columns, half of the bytes, from fp16 or
+               bf16, within one node, by "one_shot" or "two_shot"; "auto": so where it is predicted to take less time. Bound on
+               the error: weft.ops.collectives.fp8_wire. The gradient travels in its dtype
 
     Bitwise equal on all ranks and from run to run, but for the multimem designs on GPUs. -0.0 may come out as +0.0. A team's
     collectives share workspaces, so one stream orders them. Captured in a CUDA graph it replays correctly, after one call
     outside with its shape, dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an
     all-reduce, as of torch's functional all_reduce: the loss is the sum of all ranks' losses.
     """
-    if not invariant and (out := ALL_REDUCE.again(x, team, algorithm)) is not None:
+    if not invariant and wire == "same" and (out := ALL_REDUCE.again(x, team, algorithm)) is not None:
         return out
     check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
@@ -382,4 +414,5 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invarian
         raise ValueError(
             f"all_reduce: algorithm={algorithm!r} with invariant=True, which is a tree; leave algorithm out"
         )
-    return ALL_REDUCE.dispatch(x, team.name, algorithm, invariant)
+    check_choice("all_reduce", "wire", wire, fp8_wire.WIRES)
+    return ALL_REDUCE.dispatch(x, team.name, algorithm, invariant, wire)

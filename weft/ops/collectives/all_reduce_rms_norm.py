@@ -40,7 +40,7 @@ from weft.kernels.fp8 import (
 )
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
-from weft.ops.collectives import all_reduce, cases, tree_norm
+from weft.ops.collectives import all_reduce, cases, fp8_wire, tree_norm
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import (
     OWN_FIRST,
@@ -85,6 +85,8 @@ PART_BYTES = 512
 MANY_PER_SM, MOST_BYTES = 8, 8 << 20
 # Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
 MOST_PER_SM_FP8 = 12
+# Columns of a part of a row that travels in fp8, a power of two, and warps of a program.
+FP8_PARTS = ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4))
 
 
 @exchangeable
@@ -115,21 +117,30 @@ class AllReduceRMSNorm(Op):
         "tree_then_norm": TreeThenNorm,
     }
     internal = ("over_nodes", "tree", "tree_then_norm")
-    variants = options = ("invariant",)
     sizes = ("shape",)
     form = "rows"
     dtypes = FLOATS
+    variants = options = ("invariant", "fp8_wire")
     spans_nodes = True
     differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
     def call_of(
-        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
+        self,
+        sizes: Sequence[Any],
+        dtype: torch.dtype,
+        machine: Machine,
+        design: str = AUTO,
+        invariant: bool = False,
+        fp8_wire: bool = False,
     ) -> NormCall:
         shape = checked_shape(self.name, sizes[0])
         check_row(shape[-1] if shape else 0, dtype.itemsize)
-        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design, invariant)
+        row_bytes = shape[-1] * dtype.itemsize
+        return NormCall(math.prod(shape) * dtype.itemsize, row_bytes, dtype, design, invariant, fp8_wire)
 
     def choose(self, call: NormCall, machine: Machine) -> Planned:
+        if call.fp8_wire:
+            fp8_wire.check_machine(self.name, call.dtype, machine)
         if call.invariant and call.design == AUTO:
             return tree_norm.planned(self.name, call, machine)
         if machine.nodes == 1:
@@ -144,12 +155,16 @@ class AllReduceRMSNorm(Op):
 
     def table_key(self, call: NormCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         width = call.row_bytes // call.dtype.itemsize
-        return self.name, (call.nbytes // call.row_bytes, width), machine.world_size
+        name = f"{self.name}+fp8_wire" if call.fp8_wire else self.name
+        return name, (call.nbytes // call.row_bytes, width), machine.world_size
 
     def tuned(self, call: NormCall, machine: Machine) -> Planned | None:
         planned = None if machine.world_size == 1 else super().tuned(call, machine)
         # The programs of a row wait for each other: all must be resident.
-        fits = planned is not None and cdiv(call.row_bytes, planned.design.push.row_bytes) <= machine.caps.sms
+        fits = (
+            planned is not None
+            and parts_of(call.row_bytes, call.dtype.itemsize, planned.design.push) <= machine.caps.sms
+        )
         return planned if fits else None
 
     def no_row(self, call: NormCall, machine: Machine) -> str:
@@ -158,12 +173,14 @@ class AllReduceRMSNorm(Op):
     def space(self, call: NormCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         searched = machine.world_size > 1 and machine.nodes == 1 and not call.invariant
         for kind in (OneShot, TwoShot) if searched else ():
-            for part, num_warps in ROW_PARTS:
+            for part, num_warps in () if call.fp8_wire else ROW_PARTS:
                 parts = min(cdiv(call.row_bytes, part), machine.caps.sms)
                 row_bytes = cdiv(call.row_bytes, parts * LINE_BYTES) * LINE_BYTES
                 per_sm = max(1, 16 // num_warps)
                 push = PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
                 yield kind(push=push)
+            for columns, num_warps in FP8_PARTS if call.fp8_wire else ():
+                yield kind(push=fp8_push(call, machine, columns, num_warps))
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         # A part's length is the row's, divided evenly.
@@ -174,14 +191,25 @@ class AllReduceRMSNorm(Op):
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return 2 * math.prod(sizes) * dtype.itemsize * (world_size - 1) // world_size
 
+    def traffic_of(self, case: Case) -> int:
+        return fp8_wire.sent(super().traffic_of(case), case)
+
     def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:
             return "one_shot", "one rank: nothing to send"
+        return least(self.times(call, machine), machine.caps)
+
+    def times(self, call: NormCall, machine: Machine) -> dict[str, float]:
+        """Predicted µs by design."""
         width = call.row_bytes // call.dtype.itemsize
         sizes = call.nbytes // call.row_bytes, width, call.dtype.itemsize, machine.world_size
-        return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes), machine.caps)
+        return pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes, call.fp8_wire)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
+        if call.fp8_wire and machine.world_size > 1:
+            # W rows of a part are in registers at once.
+            columns = 512 if name == "one_shot" else 1024 // next_power_of_2(machine.world_size)
+            return self.designs[name](push=fp8_push(call, machine, columns, 1))
         # No more parts than SMs, so that all programs of a row are resident.
         many = MANY_PER_SM * machine.caps.sms * PART_BYTES < call.nbytes <= MOST_BYTES
         longer = many and name == "one_shot" and machine.world_size == 2
@@ -198,12 +226,15 @@ class AllReduceRMSNorm(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """[2, ...]: normed and hidden."""
         _, residual, weight = by_rank[rank]
-        hidden = sum_of([all_reduce.whole_of(case, x) for x, _, _ in by_rank]) + residual.double()
+        whole = [all_reduce.whole_of(case, x) for x, _, _ in by_rank]
+        hidden = (fp8_wire.reference(case, whole) if case.field("fp8_wire") else sum_of(whole)) + residual.double()
         rounded = hidden.to(case.dtype).double()
         normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight.double()
         return torch.stack((normed, hidden))
 
     def accuracy(self, case: Case) -> Accuracy:
+        if case.field("fp8_wire"):
+            return fp8_wire.accuracy(case, terms=case.world_size + 1 + case.sizes[-1])
         # Over nodes their sums are rounded, and once more before the residual is added.
         nodes = case.field("nodes")
         partials = nodes + 2 if nodes else 1
@@ -218,6 +249,7 @@ class AllReduceRMSNorm(Op):
     ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
         arguments, options = (x, residual, weight, CASES_EPS, team), {"invariant": bool(case.field("invariant"))}
+        options["wire"] = "fp8" if case.field("fp8_wire") else "same"
         if isinstance(case.design, str):
             options |= {"factored": deferred, "algorithm": case.design}
         if format := format_of(case, residual):
@@ -233,11 +265,13 @@ class AllReduceRMSNorm(Op):
 
     cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 
-    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str, invariant: bool = False) -> Design:
+    def plan_of(
+        self, residual: torch.Tensor, team: Team, algorithm: str, invariant: bool = False, wire: str = "same"
+    ) -> Design:
         """Design for tensors of the shape and dtype of ``residual``."""
-        row_bytes = residual.shape[-1] * residual.itemsize
+        row_bytes, here = residual.shape[-1] * residual.itemsize, machine_of(team)
         call = NormCall(residual.nbytes, row_bytes, residual.dtype, algorithm, invariant)
-        return self.plan(call, machine_of(team)).design
+        return self.plan(fp8_wire.asked(self, wire, call, here), here).design
 
     def run(
         self,
@@ -282,11 +316,14 @@ class AllReduceRMSNorm(Op):
             beside = [torch.empty_like(hidden) for _ in range(format.beside)]
             fp8 = rows_argument(scales, format, residual.dtype, COLUMNS.value, *beside)
         rows = residual.numel() // max(1, width)
-        parts = cdiv(width * itemsize, plan.row_bytes)
+        in_fp8 = plan.transport == "fp8"
+        sent = 1 if in_fp8 else itemsize  # bytes of a column
+        parts = parts_of(width * itemsize, itemsize, plan)
         squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
         if rows > 0:
             tiles = cdiv(rows, team.size) if two_shot else rows
-            resident = slots_of(team, plan, itemsize).programs
+            word = 4 if in_fp8 else itemsize
+            resident = slots_of(team, plan, word).programs
             if parts > resident:
                 raise ValueError(
                     f"{self.name}: {parts} programs of a row wait for each other, and a rank holds {resident} at a time; "
@@ -296,7 +333,7 @@ class AllReduceRMSNorm(Op):
             if squares is not None:
                 sums = squares, squares
             else:
-                sums = sums_of(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
+                sums = sums_of(team, plan, word, next_power_of_2(team.size) if two_shot else 1, parts)
             if isinstance(x, torch.Tensor):
                 count = tl.constexpr(x.shape[0] if x.dim() > residual.dim() else 1)
                 x = Summands(x.contiguous(), residual.numel(), count)
@@ -310,7 +347,7 @@ class AllReduceRMSNorm(Op):
                 plan,
                 Norm(normed, residual.contiguous(), weight.contiguous(), eps, *sums, fp8),
                 WIDTH=width,
-                PART=plan.row_bytes // itemsize,
+                PART=plan.row_bytes // sent,
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
                 TREE=in_tree,
@@ -326,15 +363,22 @@ class AllReduceRMSNorm(Op):
         team: str,
         algorithm: str,
         invariant: bool = False,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        return self.run(self.plan_of(residual, members, algorithm, invariant), members, x, residual, weight, eps)
+        return self.run(self.plan_of(residual, members, algorithm, invariant, wire), members, x, residual, weight, eps)
 
-    def fake(self, x, residual, weight, eps, team, algorithm, invariant=False):
+    def fake(self, x, residual, weight, eps, team, algorithm, invariant=False, wire="same"):
         return self.like(residual, team, algorithm)
 
     def like(
-        self, residual: torch.Tensor, team: str, algorithm: str, deferred: bool = False, format: RowFormat | None = None
+        self,
+        residual: torch.Tensor,
+        team: str,
+        algorithm: str,
+        deferred: bool = False,
+        format: RowFormat | None = None,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, ...]:
         """Empty tensors like the results of ``run``."""
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -342,8 +386,8 @@ class AllReduceRMSNorm(Op):
         if not deferred:
             beside = format is not None and format.beside
             return *made, hidden, *(torch.empty_like(hidden) for _ in range(beside))
-        plan = push_of(self.plan_of(residual, find_team(team), algorithm), residual.itemsize, format)
-        parts = cdiv(residual.shape[-1] * residual.itemsize, plan.row_bytes)
+        plan = push_of(self.plan_of(residual, find_team(team), algorithm, wire=wire), residual.itemsize, format)
+        parts = parts_of(residual.shape[-1] * residual.itemsize, residual.itemsize, plan)
         return *made, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
 
@@ -354,14 +398,20 @@ class AllReduceDeferredNorm(Op):
     differs = AllReduceRMSNorm.differs
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        team: str,
+        algorithm: str,
+        wire: str = "same",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, wire=wire)
         return ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, 0.0, deferred=True)
 
-    def fake(self, x, residual, weight, team, algorithm):
-        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True)
+    def fake(self, x, residual, weight, team, algorithm, wire="same"):
+        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True, wire=wire)
 
 
 class AllReduceRMSNormFp8(Op):
@@ -384,14 +434,15 @@ class AllReduceRMSNormFp8(Op):
         deferred: bool,
         format: RowFormat,
         invariant: bool = False,
+        wire: str = "same",
     ) -> list[torch.Tensor]:
         members = find_team(team)
         check_e4m3("all_reduce_rms_norm", members.caps)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, invariant)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, invariant, wire)
         return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
 
-    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format, invariant=False):
-        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format))
+    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format, invariant=False, wire="same"):
+        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format, wire))
 
 
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
@@ -404,12 +455,24 @@ define(_DEFERRED)
 
 def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) -> PushPlan:
     """Plan of a design's pushes, whose parts have whole groups of columns where rows are put in fp8."""
-    if format is None or format.kind != "group":
+    if format is None or format.kind != "group" or design.push.transport == "fp8":
         return design.push
     grain, per_sm = COLUMNS.value * itemsize, design.push.programs_per_sm
     if isinstance(design, TwoShot):
         per_sm = min(per_sm, MOST_PER_SM_FP8)
     return replace(design.push, row_bytes=cdiv(design.push.row_bytes, grain) * grain, programs_per_sm=per_sm)
+
+
+def parts_of(row_bytes: int, itemsize: int, plan: PushPlan) -> int:
+    """Number of parts of a row of ``row_bytes``, whose columns have ``itemsize``."""
+    return cdiv(row_bytes // itemsize if plan.transport == "fp8" else row_bytes, plan.row_bytes)
+
+
+def fp8_push(call: NormCall, machine: Machine, columns: int, num_warps: int) -> PushPlan:
+    """Plan of pushes in fp8, in parts of ``columns`` or the multiple that leaves no more parts than SMs."""
+    width = call.row_bytes // call.dtype.itemsize
+    columns = max(min(columns, next_power_of_2(width)), COLUMNS.value, next_power_of_2(cdiv(width, machine.caps.sms)))
+    return PushPlan(transport="fp8", row_bytes=columns, num_warps=num_warps, programs_per_sm=max(1, 16 // num_warps))
 
 
 def _joined(x: torch.Tensor, residual: torch.Tensor, team: Team) -> torch.Tensor:
@@ -458,6 +521,7 @@ def all_reduce_rms_norm(
     factored: bool = False,
     fp8: RowFormat | None = None,
     invariant: bool = False,
+    wire: str = "same",
 ) -> tuple[torch.Tensor | Fp8 | RowsBeside | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
@@ -476,6 +540,8 @@ def all_reduce_rms_norm(
                and 8 ranks: the sum is a tree in rank order, each node of it rounded to x's dtype, of 16 bits, before the
                residual is added. x may be a rank's nodes, [nodes, ..., H] of a power of two of neighbours, at most 8 / W, in
                place of partials. With algorithm "auto", whole norms
+    wire       "same": x travels in residual's dtype; "fp8", "auto": as of ``all_reduce``, whose bound holds for hidden. The
+               residual does not travel
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
@@ -495,6 +561,7 @@ def all_reduce_rms_norm(
         dtypes = norm_dtypes(dtype) if name == "weight" else (dtype,)
         check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
     check_choice(op, "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
+    check_choice(op, "wire", wire, fp8_wire.WIRES)
     check_has_rows(op, "x", x)
     if invariant:
         tree_norm.check(op, x, residual, team.size, algorithm, factored)
@@ -514,12 +581,12 @@ def all_reduce_rms_norm(
     if fp8 is not None:
         if factored and fp8.beside:
             raise ValueError(f"{op}: fp8.beside=True with factored=True, whose rows are not whole; pass one of the two")
-        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8, invariant
+        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8, invariant, wire
         rows, scales, hidden, *more = _FP8.dispatch(*arguments)
         if factored:
             return DeferredNorm(fp8_of(rows, scales, fp8), *more, eps), hidden
         return written_of(rows, scales, fp8, more), hidden
     if factored:
-        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
+        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm, wire)
         return DeferredNorm(scaled, squares, eps), hidden
-    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm, invariant)
+    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm, invariant, wire)

@@ -23,6 +23,8 @@ KEYED = PushPlan(transport="keyed", row_bytes=2048, num_warps=4)
 FEW, FEW_KEYED = (
     PushPlan(transport=transport, row_bytes=512, num_warps=1, programs_per_sm=1) for transport in ("lamport", "keyed")
 )
+FEW_FP8 = PushPlan(transport="fp8", row_bytes=512, num_warps=1, programs_per_sm=1)
+FP8_WIRE = (("fp8_wire", True),)
 SHOTS = ("one_shot", "two_shot")
 PIECES = ((1,), (5, 1, 1), (1,) * 8)
 
@@ -54,6 +56,30 @@ def all_reduce_cases(op: Collective) -> Iterator[Case]:
     yield Case(op=op.name, world_size=3, dtype=BF16, sizes=(3000,), design=OneShot(push=FEW))
     for w in (1, 2, 4, 8):
         yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 77), fields=(("invariant", True),))
+    yield from fp8_wire_cases(op)
+
+
+def fp8_wire_cases(op: Collective) -> Iterator[Case]:
+    """Cases of rows that travel in fp8: ragged groups, whole ones, several tiles of a program."""
+    for w in WORLD_SIZES:
+        for shot in SHOTS:
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(3, 300), design=shot, fields=FP8_WIRE)
+        yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(2, 3, 640), fields=FP8_WIRE)
+    for w in TWO_SIZES:
+        for shot in SHOTS:
+            for shape in ((), (1,), (0, 4), (7,), (9, 130)):
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=FP8_WIRE)
+            for data in ("special", "subnormal"):
+                for dtype in (FP16, BF16):
+                    yield Case(
+                        op=op.name, world_size=w, dtype=dtype, sizes=(2, 999), design=shot, data=data, fields=FP8_WIRE
+                    )
+            for layout in ("transposed", "offset"):
+                yield Case(
+                    op=op.name, world_size=w, dtype=BF16, sizes=(33, 48), design=shot, layout=layout, fields=FP8_WIRE
+                )
+    for w, design in ((3, OneShot(push=FEW_FP8)), (2, OneShot(push=FEW_FP8)), (4, TwoShot(push=FEW_FP8))):
+        yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(24, 1280), design=design, fields=FP8_WIRE)
 
 
 def reduce_scatter_cases(op: Collective) -> Iterator[Case]:
@@ -123,6 +149,7 @@ def copied_cases(op: Collective, w: int) -> Iterator[Case]:
 def rms_norm_cases(op: Collective) -> Iterator[Case]:
     """Cases of all_reduce_rms_norm: RMS scale applied or deferred; a tensor or split-K partials."""
     for deferred in ((), (("deferred", True),)):
+        yield from fp8_wire_norm_cases(op, deferred)
         for w in TWO_SIZES:
             for shot in SHOTS:
                 for dtype, shape in ((BF16, (5, 48)), (FP16, (2, 3, 640)), (FP32, (9, 100)), (BF16, (0, 64))):
@@ -153,6 +180,20 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
         yield Case(op=op.name, world_size=w, dtype=dtype, sizes=shape, fields=(in_tree, *fields))
 
 
+def fp8_wire_norm_cases(op: Collective, deferred: tuple[tuple[str, bool], ...]) -> Iterator[Case]:
+    """Cases of rows that travel in fp8: one part, several, a ragged one, split-K partials, fp8 rows."""
+    for w in WORLD_SIZES:
+        for shot in SHOTS:
+            for shape, more in (((5, 48), ()), ((w + 1, 1096), ()), ((3, 640), (("partials", 3),))):
+                fields = (*deferred, *more, *FP8_WIRE)
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
+    for w, shot in ((2, "one_shot"), (4, "two_shot")):
+        fields = (*deferred, ("fp8_rows", "group"), *FP8_WIRE)
+        yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 760), design=shot, fields=fields)
+        yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(0, 64), design=shot, fields=(*deferred, *FP8_WIRE))
+    yield Case(op=op.name, world_size=2, dtype=FP16, sizes=(9, 256), fields=(*deferred, *FP8_WIRE))
+
+
 # --- on GPUs: for each design and dtype a call of some rounds first, which is also repeated hundreds of times (tests/gpu), then
 # --- many rounds of a bounded workspace --------------------------------------------------------------------------------
 
@@ -165,6 +206,9 @@ def large_all_reduce_cases(op: Collective) -> Iterator[Case]:
         yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(70000,), design=TwoShot(push=WIDE))
         yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(70001,), design="copy_engine")
         yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(16, 5120), design="one_shot", fields=(("partials", 3),))
+        for shot, dtype, shape in (("one_shot", BF16, (16, 5120)), ("two_shot", FP16, (70, 1000))):
+            yield Case(op=op.name, world_size=w, dtype=dtype, sizes=shape, design=shot, fields=FP8_WIRE)
+        yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(4096, 5120), fields=FP8_WIRE)
         if w != 3:
             for elements in (3 << 20, (16 << 20) + 8, 128 << 20):
                 yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(elements,))
@@ -210,6 +254,9 @@ def large_rms_norm_cases(op: Collective) -> Iterator[Case]:
         for fields in ((), (("deferred", True),), (("partials", 3),), (("deferred", True), ("partials", 3))):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)
+            for shot, shape in (("one_shot", (7, 5120)), ("two_shot", (50, 1024))):
+                of_wire = (*fields, *FP8_WIRE)
+                yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=of_wire)
             in_fp8 = (*fields, ("fp8_rows", "group"))
             for of_rows in (in_fp8,) if ("deferred", True) in fields else (in_fp8, (*in_fp8, ("beside", True))):
                 yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=of_rows)

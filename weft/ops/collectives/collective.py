@@ -40,18 +40,20 @@ class CollectiveCall(NamedTuple):
     """Inputs of a collective's plan. nbytes: bytes of each rank's input. design: a name, or "auto".
 
     invariant  bits of a sum do not depend on the number of ranks (weft.ops.collectives.tree)
+    fp8_wire   rows travel in fp8 (weft.ops.collectives.fp8_wire)
     """
 
     nbytes: int
     dtype: torch.dtype
     design: str = AUTO
     invariant: bool = False
+    fp8_wire: bool = False
 
 
 class NormCall(NamedTuple):
     """Inputs of the plan of all_reduce_rms_norm.
 
-    nbytes, row_bytes: bytes of the normed tensor, and of a row of it. invariant: as of ``CollectiveCall``
+    nbytes, row_bytes: bytes of the normed tensor, and of a row of it. invariant, fp8_wire: as of ``CollectiveCall``
     """
 
     nbytes: int
@@ -59,6 +61,7 @@ class NormCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     invariant: bool = False
+    fp8_wire: bool = False
 
 
 @exchangeable
@@ -106,6 +109,9 @@ ONE_HOP = {
     2: ((2 << 20, 512, 1, 32), (32 << 20, 4096, 8, 4), (ENDLESS, 8192, 16, 2)),
     8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
 }
+# The same of all-reduces in fp8, by the bytes of the tensor in 16 bits: a row has half as many, and a thread 16 columns of a
+# tile, which it has in fp32. Not measured.
+FP8_HOPS = {8: ((2 << 20, 512, 2, 16), (32 << 20, 2048, 8, 4), (ENDLESS, 4096, 16, 2))}
 
 
 class Collective(Op):
@@ -286,7 +292,8 @@ class Collective(Op):
         return call.nbytes * world_size if self.gathers else call.nbytes
 
     def table_key(self, call: CollectiveCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        return self.name, (self.whole(call, machine.world_size),), machine.world_size
+        name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
+        return name, (self.whole(call, machine.world_size),), machine.world_size
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
         if machine.nodes > 1:
@@ -310,17 +317,17 @@ class Collective(Op):
         if isinstance(planned.design, CopyEngine):
             fits = call.design != AUTO or self.copies_fit(call, machine)
             return planned if fits and has_even_lines(whole, machine.world_size) else None
-        return planned if planned.design.push.transport == self.transport(whole, machine.world_size) else None
+        return planned if planned.design.push.transport == self.transport(call, machine.world_size) else None
 
     def space(self, call: CollectiveCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if machine.world_size == 1 or machine.nodes > 1:
             return
         whole = self.whole(call, machine.world_size)
         for kind in self.designs.values():
-            if kind is CopyEngine and has_even_lines(whole, machine.world_size):
+            if kind is CopyEngine and has_even_lines(whole, machine.world_size) and not call.fp8_wire:
                 yield from copy_engines(whole)
             elif kind in (Push, OneShot, TwoShot):
-                for push in pushes(self.transport(whole, machine.world_size), quick):
+                for push in pushes(self.transport(call, machine.world_size), quick):
                     yield kind(push=push)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -349,15 +356,18 @@ class Collective(Op):
         if name == "copy_engine":
             return of_world(self.copies, world_size)
         whole = self.whole(call, world_size)
-        table = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
+        hops = FP8_HOPS if call.fp8_wire else TWO_HOPS if name == "two_shot" else ONE_HOP
+        table = of_world(hops, world_size)
         _, row_bytes, num_warps, per_sm = next(row for row in table if whole <= row[0])
-        transport = self.transport(whole, world_size)
+        transport = self.transport(call, world_size)
         push = PushPlan(transport=transport, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
         return self.designs[name](push=push)
 
-    def transport(self, whole: int, world_size: int) -> str:
-        """Arrival protocol: "lamport" for numbers, which are their own flag; "keyed" for any bits."""
-        if not self.moves_bits or word_of(whole // world_size).itemsize == 1:
+    def transport(self, call: CollectiveCall, world_size: int) -> str:
+        """Arrival protocol: "lamport" for numbers, their own flags; "keyed" for any bits; "fp8"."""
+        if call.fp8_wire:
+            return "fp8"
+        if not self.moves_bits or word_of(self.whole(call, world_size) // world_size).itemsize == 1:
             return "lamport"
         return "keyed"
 

@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.fp8 import Fp8Rows, store_rows
+from weft.kernels.fp8 import COLUMNS, Fp8Rows, store_rows
+from weft.kernels.fp8_words import sum_in_order, values_of, words_of
 from weft.kernels.pair_sums import sum_of_pairs
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
 from weft.kernels.rms_norm import squares_of, sum_of_rows
 from weft.kernels.slices import node_of, node_of_ranks
 from weft.runtime.team.team import Team
+from weft.transport.fp8_push import receive_groups, send_groups, send_to_all
 from weft.transport.plans import PushPlan
 from weft.transport.push import (
     STAGES,
@@ -132,11 +134,33 @@ def over_ranks(received, TREE: tl.constexpr):
 
 
 @triton.jit
+def send_rows(rows, slot, epoch, team):
+    """Send row i of ``rows`` [ROWS, BLOCK] in fp8 to ``send_order(team)[i]``."""
+    ROWS: tl.constexpr = rows.shape[0]
+    GROUPS: tl.constexpr = rows.shape[1] // COLUMNS
+    words, scales = words_of(rows.reshape(ROWS * GROUPS, COLUMNS))
+    send_groups(words.reshape(ROWS, rows.shape[1] // 4), scales.reshape(ROWS, GROUPS), slot, epoch, team)
+
+
+@triton.jit
+def sums_in_fp8(own, slot, epoch, team, ordered, ROWS: tl.constexpr):
+    """Sums [ROWS, BLOCK] of the ranks' rows, fp32; this rank's one, of ``own`` [BLOCK], is sent too."""
+    BLOCK: tl.constexpr = own.shape[0]
+    GROUPS: tl.constexpr = BLOCK // COLUMNS
+    words, scales = words_of(own.reshape(GROUPS, COLUMNS))
+    words, scales = receive_groups(words, scales, slot, epoch, epoch - 1, team, ordered, ROWS)
+    words, scales = words_of(sum_in_order(words, scales, wl.num_ranks(team)))
+    send_to_all(words, scales, slot, epoch + 1, team, ROWS)
+    words, scales = receive_groups(words, scales, slot, epoch + 1, epoch, team, ordered, ROWS)
+    return values_of(words.reshape(ROWS * BLOCK // 4), scales.reshape(ROWS * GROUPS)).reshape(ROWS, BLOCK)
+
+
+@triton.jit
 def all_reduce_rms_norm_kernel(
     x,  # Summands or PairSum
     hidden,  # [n, WIDTH], output: the sum with the residual
     n,
-    buffer,  # Slots, in hidden's dtype
+    buffer,  # Slots, in hidden's dtype, or int32
     epochs,
     team,
     norm,  # Norm
@@ -159,6 +183,9 @@ def all_reduce_rms_norm_kernel(
                from p * PART on
     one-shot   a tile is a row, sent and received once
     two-shot   a tile is W rows, row s summed by rank s; rows, then sums, are sent and received
+    With the transport "fp8" x, and in two shots the sum of the ranks' x, travel in fp8 (weft.ops.collectives.fp8_wire); the
+    residual is added where they arrive.
+
     signals, order, reuse: weft.transport.push (in turns); between the programs of a row sum_over_parts, if not DEFERRED. Rows
     beyond n and columns beyond WIDTH are sent as zeros.
 
@@ -170,7 +197,9 @@ def all_reduce_rms_norm_kernel(
     parts: tl.constexpr = (WIDTH + PART - 1) // PART
     program = tl.program_id(0)
     group, groups = program // parts, tl.num_programs(0) // parts
-    slot = my_slot(buffer, PART, TRANSPORT, team)
+    IN_FP8: tl.constexpr = TRANSPORT == "fp8"
+    SENT: tl.constexpr = PART // 4 if IN_FP8 else PART
+    slot = my_slot(buffer, SENT, TRANSPORT, team)
     begin = program % parts * PART
     end, columns = min(begin + PART, WIDTH), begin + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < PART) & (columns < WIDTH)
@@ -182,7 +211,7 @@ def all_reduce_rms_norm_kernel(
         count = wl.next_epoch(norm.counts + program)
     if TWO_SHOT:
         ranks = tl.arange(0, ROWS)[:, None]
-        ordered = clears_in_order(slot, 2 * tl.cdiv(tl.cdiv(n, world), groups), PART)
+        ordered = clears_in_order(slot, 2 * tl.cdiv(tl.cdiv(n, world), groups), SENT)
         for tile in range(group, tl.cdiv(n, world), groups):
             first = tl.cast(tile, tl.int64) * world
             rest = tl.cast(n - first, tl.int32)
@@ -191,18 +220,27 @@ def all_reduce_rms_norm_kernel(
             there = asked & inside[None, :]
             place = (first + to_peer) * WIDTH + columns[None, :]
             rows = summed(x, place, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False, TREE)
-            send(rows, slot, epoch, team, TRANSPORT, PART)
+            if IN_FP8:
+                send_rows(rows, slot, epoch, team)
+            else:
+                send(rows, slot, epoch, team, TRANSPORT, PART)
             of_rank = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
             here = wl.rank(team) < rest
             own = summed(x, of_rank, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False, TREE)
-            before = tl.load(norm.residual + of_rank, mask=exists, other=0).to(tl.float32)
-            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
-            part = (over_ranks(received, TREE) + before).to(dtype)
-            send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
-            whole = receive(part, slot, epoch + 1, epoch, team, ordered, ROWS, TRANSPORT, PART)
+            if IN_FP8:
+                sums = sums_in_fp8(own, slot, epoch, team, ordered, ROWS)
+            else:
+                before = tl.load(norm.residual + of_rank, mask=exists, other=0).to(tl.float32)
+                received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
+                part = (over_ranks(received, TREE) + before).to(dtype)
+                send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
+                whole = receive(part, slot, epoch + 1, epoch, team, ordered, ROWS, TRANSPORT, PART)
             place = (first + ranks) * WIDTH + columns[None, :]
             here = is_rank(team, ROWS) & (ranks < rest)
+            if IN_FP8:
+                residual = tl.load(norm.residual + place, mask=here & inside[None, :], other=0).to(tl.float32)
+                whole = (sums + residual).to(dtype)
             if DEFERRED:
                 at = (first + ranks) * parts + program % parts
                 tl.store(norm.squares + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
@@ -217,14 +255,21 @@ def all_reduce_rms_norm_kernel(
             epoch += 2
             count += 1
     else:
-        ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
+        ordered = clears_in_order(slot, tl.cdiv(n, groups), SENT)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
             own = summed(x, place, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True, TREE)
-            send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
-            before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
-            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
-            total = (over_ranks(received, TREE) + before).to(dtype)[None, :]
+            if IN_FP8:
+                words, scales = words_of(own.reshape(BLOCK // COLUMNS, COLUMNS))
+                send_to_all(words, scales, slot, epoch, team, ROWS)
+                before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
+                words, scales = receive_groups(words, scales, slot, epoch, epoch - 1, team, ordered, ROWS)
+                total = (sum_in_order(words, scales, world).reshape(BLOCK) + before).to(dtype)[None, :]
+            else:
+                send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
+                before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
+                received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
+                total = (over_ranks(received, TREE) + before).to(dtype)[None, :]
             if DEFERRED:
                 at = tl.cast(row, tl.int64) * parts + program % parts
                 tl.store(norm.squares + at + tl.arange(0, 1), squares_of(total) / WIDTH)

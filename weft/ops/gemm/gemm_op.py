@@ -38,6 +38,7 @@ class GemmCall(NamedTuple):
     four_bit       format of a weight in 4 bits (weft.kernels.four_bit), "mxfp4" or "int4"; "": another weight
     fp8_rows       the result is put in fp8, with a scale for 128 columns of a row
     invariant      bits depend neither on M nor on the ranks (weft.ops.gemm.sliced)
+    fp8_wire       sums travel in fp8 (weft.ops.collectives.fp8_wire)
     """
 
     M: int
@@ -55,6 +56,7 @@ class GemmCall(NamedTuple):
     four_bit: str = ""
     fp8_rows: bool = False
     invariant: bool = False
+    fp8_wire: bool = False
 
     @property
     def fp8(self) -> bool:

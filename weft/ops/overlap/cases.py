@@ -14,6 +14,7 @@ from weft.ops.overlap.sequential import Overlapped
 
 WORLD_SIZES, GPU_WORLD_SIZES, LARGE_WORLD_SIZES = (2, 3, 4, 8), (2, 3, 4, 8), (2, 4, 8)
 LOCAL_FIRST = (("local_first", True),)
+FP8_WIRE = (("fp8_wire", True),)
 BLOCK, CHANNEL = (("block_fp8", True),), (("channel_fp8", True),)
 
 
@@ -101,6 +102,23 @@ def fp8_cases(op: Overlapped) -> Iterator[Case]:
     yield made.case(1, BF16, (20, 48, 144), fields=BLOCK)
 
 
+def fp8_wire_cases(op: Overlapped) -> Iterator[Case]:
+    """Cases of sums that travel in fp8: 16-bit and fp8 weights, ragged groups, a piece and several."""
+    made = Table(op)
+    for w in WORLD_SIZES:
+        yield made.case(w, BF16, (w * 5, 320, 64), fields=FP8_WIRE)
+    for w in (2, 3, 4):
+        yield made.case(w, FP16, (w * 5, 48, 144), fields=(*BLOCK, *FP8_WIRE))
+        if "pipelined" in op.designs_in_fp8:
+            for design in (
+                made.pipelined(chunks=3, fp8_wire=True),
+                made.pipelined(span=2, fp8_wire=True),
+                made.pipelined(streams=1, local_pieces=2, fp8_wire=True),
+            ):
+                yield made.case(w, BF16, (w * 19, 200, 48), design, fields=FP8_WIRE)
+            yield made.case(w, BF16, (w * 9, 24, 272), fields=(*CHANNEL, *LOCAL_FIRST, *FP8_WIRE))
+
+
 def fp8_local_first_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     for w in (2, 3):
@@ -123,6 +141,7 @@ def matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
     yield from local_first_cases(op)
     yield from fp8_cases(op)
     yield from fp8_local_first_cases(op)
+    yield from fp8_wire_cases(op)
     yield made.case(2, BF16, (2 * 9, 24, 144), made.pipelined(chunks=2, accumulate=True), fields=BLOCK)
     yield made.case(3, BF16, (3 * 11, 24, 144), made.pipelined(chunks=2, local_pieces=2), fields=CHANNEL)
     for w in WORLD_SIZES:
@@ -137,6 +156,7 @@ def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from overlap_cases(op, span=2)
     yield from fp8_cases(op)
+    yield from fp8_wire_cases(op)
     for w in (2, 3):
         yield made.case(w, BF16, (1, 16, 144), fields=BLOCK)
         yield made.case(w, BF16, (w - 1, 40, 272), made.pipelined(chunks=2), fields=CHANNEL)
@@ -230,11 +250,21 @@ def large_matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
         ):
             yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
     yield made.case(2, BF16, (1024, 5120, 2000), made.pipelined(chunks=2, accumulate=True))
+    yield from large_fp8_wire_cases(op)
+
+
+def large_fp8_wire_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    for w in LARGE_WORLD_SIZES:
+        yield made.case(w, BF16, (w * 130, 700, 336), fields=FP8_WIRE)
+        yield made.case(w, BF16, (4096, 5120, 2048), fields=FP8_WIRE)
+        yield made.case(w, BF16, (4096, 5120, 2048), fields=(*BLOCK, *FP8_WIRE))
 
 
 def large_matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from large_overlap_cases(op)
+    yield from large_fp8_wire_cases(op)
     for w in GPU_WORLD_SIZES:
         yield made.case(w, BF16, (w * 96 - 1, 520, 264), made.pipelined(chunks=3, streams=1))
     for w in LARGE_WORLD_SIZES:

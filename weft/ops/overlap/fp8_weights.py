@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,11 +32,18 @@ class OverlappedFp8(Op):
         define(self)
 
     def call_with(
-        self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a", invariant: bool = False
+        self,
+        a: Operand,
+        weights: Sequence[Fp8],
+        team: Team,
+        own_first: bool,
+        name: str = "a",
+        invariant: bool = False,
+        wire: str = "same",
     ) -> list[torch.Tensor]:
         """Results for each weight, of unchecked operands.
 
-        name  of ``a`` in messages; invariant: of an op that takes it
+        name  of ``a`` in messages; invariant, wire: of an op that takes them
         """
         op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
@@ -48,7 +55,9 @@ class OverlappedFp8(Op):
             raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
         data, scales = (a.data, a.scales) if isinstance(a, Fp8) else (a, None)
         matrices, their_scales = [one.data for one in weights], [one.scales for one in weights]
-        return self.dispatch(data, scales, matrices, their_scales, first.input_scale, team.name, own_first, invariant)
+        return self.dispatch(
+            data, scales, matrices, their_scales, first.input_scale, team.name, own_first, invariant, wire
+        )
 
     def forward(
         self,
@@ -60,21 +69,23 @@ class OverlappedFp8(Op):
         team: str,
         own_first: bool,
         invariant: bool = False,
+        wire: str = "same",
     ) -> list[torch.Tensor]:
         members, rows = find_team(team), a if a_scales is None else Fp8(a, a_scales)
         bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
-        options = {"invariant": True} if invariant else {}
+        options: dict[str, Any] = {"invariant": True} if invariant else {}
+        options |= {} if wire == "same" else {"wire": wire}
         results = self._empty(a, weights, members)
         submit(
             self.name,
             members,
             (rows, *bs, *results),
-            (own_first, invariant, len(bs)),
+            (own_first, invariant, wire, len(bs)),
             lambda: self.of.planned(members, rows, bs, own_first, into=results, **options),
         )
         return results
 
-    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first, invariant=False):
+    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first, invariant=False, wire="same"):
         return self._empty(a, weights, find_team(team))
 
     def _empty(self, a: torch.Tensor, weights: Sequence[torch.Tensor], team: Team) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import ScaledMatrix, rows_contiguous
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.case import Case, Inputs, sum_of
+from weft.ops.collectives import fp8_wire
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
@@ -44,10 +45,10 @@ from weft.ops.overlap.pipelined import (
     send_partials,
     share,
 )
-from weft.ops.overlap.sequential import Overlapped, Sequential, rows_overlap
+from weft.ops.overlap.sequential import Overlapped, Sequential, rows_overlap, wire_of
 from weft.ops.overlap.sliced_reduce import SlicedReduce
 from weft.ops.overlap.space import fused_tiles, pipelines
-from weft.ops.registration import check_flag, check_team
+from weft.ops.registration import check_choice, check_flag, check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -88,7 +89,7 @@ class Pipelined:
 
 
 def matmul_all_reduce(
-    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, invariant: bool = False
+    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, invariant: bool = False, wire: str = "same"
 ) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks -> [M, N], bitwise the same on all ranks.
 
@@ -102,17 +103,19 @@ def matmul_all_reduce(
     invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K, the sum of all ranks' equal
                shares and a multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the
                dtype (fp16 or bf16); for an fp8 b, with scales of 128 columns, a multiple of 1,024
+    wire       "same": partial results travel as they are; "fp8", "auto": as of ``all_reduce``, after the GEMM
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
     check_flag("matmul_all_reduce", "invariant", invariant)
+    check_choice("matmul_all_reduce", "wire", wire, fp8_wire.WIRES)
     if invariant:
         sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if isinstance(b, Fp8):
-        return _FP8.call_with(a, [b], team, False, invariant=invariant)[0]
+        return _FP8.call_with(a, [b], team, False, invariant=invariant, wire=wire)[0]
     check_operands("matmul_all_reduce", a, b, device)
-    return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant)
+    return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant, wire)
 
 
 def matmul_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
@@ -142,14 +145,15 @@ class MatmulAllReduce(Overlapped):
     predict, judged = staticmethod(gemms.gemm_ar), ("sequential", "pipelined", "fused")
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
-    options = variants = (*FP8, "invariant")
+    options = variants = (*FP8, "invariant", "fp8_wire")
+    designs_in_fp8 = ("sequential",)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        if call.invariant and call.design == AUTO:
+        if call.invariant and call.design == AUTO and not call.fp8_wire:
             return sliced_reduce.planned(self.name, call, machine)
-        if machine.nodes > 1:
+        if machine.nodes > 1 and not call.fp8_wire:
             return self._over_nodes(call, machine)
         planned = super().choose(call, machine)
         if planned.name == "fused" and call.design == AUTO:
@@ -173,7 +177,7 @@ class MatmulAllReduce(Overlapped):
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         """The least predicted time on two ranks and in fp8; else by rows, since no design alone was measured."""
         M, world = call.M, machine.world_size
-        if world == 2 or call.fp8:
+        if world == 2 or call.fp8 or call.fp8_wire:
             return super().rule(call, machine)
         if not rows_overlap(M):
             return "sequential", f"M={M} <= {gemms.SEQUENTIAL_ROWS}: too little to overlap"
@@ -195,8 +199,9 @@ class MatmulAllReduce(Overlapped):
         if name == "pipelined":
             # Ranks that differ in K must divide the rows alike, so only the number of streams depends on K.
             return Pipelined(streams=1 if call.K >= 4096 and not call.fp8 else 2)
-        reduce = ALL_REDUCE.plan(CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype), machine)
-        if reduce.name == "one_shot":
+        nbytes = call.M * call.N * call.dtype.itemsize
+        reduce = ALL_REDUCE.plan(CollectiveCall(nbytes, call.dtype, fp8_wire=call.fp8_wire), machine)
+        if reduce.name == "one_shot" and not call.fp8_wire:
             # The all-reduce adds split-K partials up as it reads them.
             small = MATMUL.plan(call._replace(partials=True, design=AUTO), machine)
             if isinstance(small.design, SmallM):
@@ -208,6 +213,8 @@ class MatmulAllReduce(Overlapped):
         if call.invariant:
             return
         yield from (self.default(name, call, machine) for name in self.offered(call))
+        if call.fp8_wire:
+            return
         yield from pipelines(Pipelined(), machine)
         if call.fp8:
             return
@@ -222,7 +229,7 @@ class MatmulAllReduce(Overlapped):
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         a, b, _ = named(case, tensors)
         if case.design == AUTO:
-            return matmul_all_reduce(a, b, team, invariant=bool(case.field("invariant")))
+            return matmul_all_reduce(a, b, team, invariant=bool(case.field("invariant")), wire=wire_of(case))
         return self.run(self.design_of(case, machine_of(team)), team, a, b)
 
     def cases(self) -> Iterator[Case]:
@@ -275,31 +282,37 @@ class MatmulAllReduce(Overlapped):
         *,
         into: Sequence[torch.Tensor],
         invariant: bool = False,
+        wire: str = "same",
     ) -> None:
         (b,), (out,) = bs, into
-        self.run(self._agreed(team, a, b, invariant).design, team, a, b, out)
+        self.run(self._agreed(team, a, b, invariant, wire).design, team, a, b, out)
 
     def nodes(self, team: Team, a: Operand, b: Operand) -> torch.Tensor:
         """This rank's nodes of an invariant call, [count, M, N]."""
         return sliced_reduce.nodes(self.name, self._agreed(team, a, b, True).design, team, a, b)
 
-    def _agreed(self, team: Team, a: Operand, b: Operand, invariant: bool) -> Planned:
+    def _agreed(self, team: Team, a: Operand, b: Operand, invariant: bool, wire: str = "same") -> Planned:
         """Plan of a call. ValueError on all ranks where theirs differ."""
         M = a.shape[0]
         if team.size > 1:
-            names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True")
-            agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1]))
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of", "K with invariant=True", "wire")
+            agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b), invariant and a.shape[1], wire))
         call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
-        return self.plan(call, machine_of(team))
+        here = machine_of(team)
+        return self.plan(fp8_wire.asked(self, wire, call, here), here)
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
+    def forward(
+        self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False, wire: str = "same"
+    ) -> torch.Tensor:
         members = find_team(team)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
-        run = partial(self.planned, members, a, (b,), into=[out], invariant=invariant)
-        submit(self.name, members, (a, b, out), invariant, run)
+        run = partial(self.planned, members, a, (b,), into=[out], invariant=invariant, wire=wire)
+        submit(self.name, members, (a, b, out), (invariant, wire), run)
         return out
 
-    def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
+    def fake(
+        self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False, wire: str = "same"
+    ) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:

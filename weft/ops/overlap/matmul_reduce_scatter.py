@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import has_dense_rows
 from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
+from weft.ops.collectives import fp8_wire
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
@@ -26,13 +28,14 @@ from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.eager import submit
+from weft.ops.overlap.fp8_rows import add_words_up, words_of_row
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized, rows_at
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
-from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
+from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first, wire_of
 from weft.ops.overlap.space import fused_tiles, pipelines
-from weft.ops.registration import check_divides, check_has_rows, check_team
+from weft.ops.registration import check_choice, check_divides, check_has_rows, check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
@@ -56,6 +59,7 @@ class Pipelined:
     accumulate    the GEMM of a rank's own rows adds to the only peer's partial result, in place of a sum kernel after it
                   (two ranks)
     local_pieces  GEMMs of a rank's own rows of a chunk: the sums of one run during the next GEMM (not with accumulate)
+    fp8_wire      the peers' rows travel in fp8 (weft.ops.overlap.fp8_rows; not with accumulate)
     """
 
     chunks: int = knob(1, CHUNKS, halved())
@@ -63,6 +67,7 @@ class Pipelined:
     span: int = knob(1, counts(), halved())
     accumulate: bool = knob(False, near=flipped)
     local_pieces: int = knob(1, counts(), halved())
+    fp8_wire: bool = False
 
     def __post_init__(self) -> None:
         check_pipelined(self)
@@ -70,15 +75,20 @@ class Pipelined:
             raise ValueError(
                 f"local_pieces={self.local_pieces} is for sums after a GEMM, and accumulate=True has none; pass 1"
             )
+        if self.fp8_wire and self.accumulate:
+            raise ValueError("fp8_wire=True: a GEMM adds to rows of 16 bits alone; leave accumulate out")
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, own_first: bool = False
+    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, own_first: bool = False, wire: str = "same"
 ) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks and return rows rank * M/W .. -> [M/W, N].
 
     own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, as ``all_gather_matmul`` with own_first
                returns them. For a team of one node
+    wire       "same": partial results travel as they are; "fp8": in e4m3 with a scale for 128 columns, half of the bytes, from
+               fp16 or bf16, within one node; "auto": so where it is predicted to take less time. Bound on the error:
+               weft.ops.overlap.fp8_rows
 
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
     on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
@@ -93,10 +103,11 @@ def matmul_reduce_scatter(
     else:
         check_operands("matmul_reduce_scatter", a, b, device)
     check_own_first("matmul_reduce_scatter", own_first, team)
+    check_choice("matmul_reduce_scatter", "wire", wire, fp8_wire.WIRES)
     check_divides("matmul_reduce_scatter", "M", a.shape[0], team.size)
     if isinstance(b, Fp8):
-        return _FP8.call_with(a, [b], team, own_first)[0]
-    return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first)
+        return _FP8.call_with(a, [b], team, own_first, wire=wire)[0]
+    return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first, wire)
 
 
 class MatmulReduceScatter(Overlapped):
@@ -110,11 +121,15 @@ class MatmulReduceScatter(Overlapped):
     predict, judged = staticmethod(gemms.gemm_rs), ("pipelined", "sequential")
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
-    options = variants = FP8
+    options = variants = (*FP8, "fp8_wire")
+    designs_in_fp8 = ("pipelined",)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        if call.fp8_wire and name == "pipelined":
+            of_16_bits = self.default(name, call._replace(fp8_wire=False), machine)
+            return replace(of_16_bits, accumulate=False, fp8_wire=True)
         world = machine.world_size
         if name == "fused":
             tile = default_tile(call.M // world, call.N, call.dtype, machine.caps, world)
@@ -137,7 +152,9 @@ class MatmulReduceScatter(Overlapped):
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.offered(call))
-        yield from pipelines(Pipelined(), machine)
+        yield from pipelines(Pipelined(fp8_wire=call.fp8_wire), machine)
+        if call.fp8_wire:
+            return
         if call.fp8:  # cuBLAS adds to no previous result
             yield from (Pipelined(chunks=chunks, streams=2, local_pieces=2) for chunks in (1, 2))
             return
@@ -167,7 +184,7 @@ class MatmulReduceScatter(Overlapped):
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         local_first, (a, b, _) = bool(case.field("local_first")), named(case, tensors)
         if case.design == AUTO:
-            return matmul_reduce_scatter(a, b, team, own_first=local_first)
+            return matmul_reduce_scatter(a, b, team, own_first=local_first, wire=wire_of(case))
         return self.run(self.design_of(case, machine_of(team)), team, a, b, local_first)
 
     def cases(self) -> Iterator[Case]:
@@ -221,25 +238,37 @@ class MatmulReduceScatter(Overlapped):
         return out
 
     def planned(
-        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, *, into: Sequence[torch.Tensor]
+        self,
+        team: Team,
+        a: Operand,
+        bs: Sequence[Operand],
+        own_first: bool,
+        *,
+        into: Sequence[torch.Tensor],
+        wire: str = "same",
     ) -> None:
         (b,), (out,) = bs, into
         dense = isinstance(b, Fp8) or has_dense_rows(b)
         if team.size > 1:
-            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of")
-            agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b)))
-        design = self.plan(call_of(a.shape[0], a, b, own_first), machine_of(team)).design
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of", "wire")
+            agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b), wire))
+        here = machine_of(team)
+        call = fp8_wire.asked(self, wire, call_of(a.shape[0], a, b, own_first), here)
+        design = self.plan(call, here).design
         self.run(design, team, a, b, own_first, out)
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+    def forward(
+        self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False, wire: str = "same"
+    ) -> torch.Tensor:
         members = find_team(team)
         out = torch.empty((a.shape[0] // members.size, b.shape[0]), dtype=a.dtype, device=a.device)
-        submit(
-            self.name, members, (a, b, out), own_first, lambda: self.planned(members, a, (b,), own_first, into=[out])
-        )
+        run = functools.partial(self.planned, members, a, (b,), own_first, into=[out], wire=wire)
+        submit(self.name, members, (a, b, out), (own_first, wire), run)
         return out
 
-    def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+    def fake(
+        self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False, wire: str = "same"
+    ) -> torch.Tensor:
         return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -262,7 +291,7 @@ def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: t
     """Run a GEMM for each piece of each peer's rows, then for the own rows, and add up.
 
     One GEMM may take several peers' rows. The copy engine carries a finished piece to its owner. The GEMMs use the streams in
-    turn.
+    turn. With design.fp8_wire a kernel after a GEMM puts the piece in fp8, and the sums read it back.
 
     signals  copy engine of rank s: flags[buffer of s, piece] = epoch at the owner, after the piece
     waits    wait_kernel, after the own piece's GEMM: flags[d, piece] >= epoch, all d. GEMMs end without the peers, so all
@@ -282,16 +311,27 @@ def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: t
         raise ValueError(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={team.size}; leave it out"
         )
-    channel, streams = _channel(team, out.dtype, rows * N), side_streams(team, design.streams)
     # A partial result that one stream computes and another sends lives until the streams join.
     partial = torch.empty((team.size * rows, N), dtype=out.dtype, device=out.device)
+    words = None
+    if design.fp8_wire:
+        words = torch.empty((len(partial), words_of_row(N)), dtype=torch.int32, device=out.device)
+    sent = partial if words is None else words
+    channel, streams = _channel(team, sent.dtype, rows * sent.shape[1]), side_streams(team, design.streams)
     arrived: list[Any] = []
     streams.fork()
     with streams.urgent():
         received, begun = channel.begin(team), streams.mark()
         team.copy_engine.fork()
     turn, computed = 0, begun
-    how = Sending(chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, local_first=local_first)
+    how = Sending(
+        chunks=design.chunks,
+        streams=design.streams,
+        span=design.span,
+        begun=begun,
+        local_first=local_first,
+        words=words,
+    )
     for number, piece, computed in send_partials((a, b), partial, received, channel, team, streams, how):
         turn += 1
         if design.accumulate:
@@ -320,7 +360,9 @@ def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: t
                         for mark in (begun, computed, done):
                             streams.after(mark)
                         await_chunk(channel.landed, number, 0, team.size - 1)
-                        add_up(own_partial[part], received[:, part.start * N :], out[part], team, early=is_last)
+                        theirs = received[:, part.start * sent.shape[1] :]
+                        add = add_up if words is None else add_words_up
+                        add(own_partial[part], theirs, out[part], team, early=is_last)
         turn += 1
     streams.join()
     team.copy_engine.join()

@@ -22,6 +22,7 @@ import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import buffer_of, place_of
 from weft.ops.knobs import check_knobs, counts
+from weft.ops.overlap.fp8_rows import put_in_words
 from weft.ops.overlap.operands import Operand, grain_of, multiply, rows_at
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -171,6 +172,7 @@ class Sending:
     local_first  the local rows are first (place_of), else rank order
     block        number of the flag for all of an owner's rows; None: one for each of ``chunks`` pieces
     turn         number of the first GEMM, which gives its stream
+    words        [M, …]: the rows travel in fp8, put in these words (weft.ops.overlap.fp8_rows); None: as they are
     """
 
     chunks: int
@@ -180,6 +182,7 @@ class Sending:
     local_first: bool = False
     block: int | None = None
     turn: int = 0
+    words: torch.Tensor | None = None
 
 
 def send_partials(
@@ -197,7 +200,7 @@ def send_partials(
     received  [W - 1, …]: the receive buffers; the owner's buffer for this rank gets the piece
     yields    after each piece: its number, its rows within one rank's, and a mark of its GEMM
     """
-    (a, b), world, me, (M, N), turn = operands, team.size, team.rank, partial.shape, how.turn
+    (a, b), world, me, M, turn = operands, team.size, team.rank, partial.shape[0], how.turn
     for places in runs_of(place_of.fn((me + 1) % world, me, world, how.local_first), world, how.span):
         first, last = rows_of(places.start, M, world).start, rows_of(places.stop - 1, M, world).stop
         for number, piece in pieces_of(last - first, how.chunks if how.block is None else 1, grain_of(b)):
@@ -207,6 +210,8 @@ def send_partials(
                     streams.after(how.begun)
                 at = slice(first + piece.start, first + piece.stop)
                 multiply(rows_at(a, at), b, partial[at])
+                if how.words is not None:
+                    put_in_words(partial[at], how.words[at], team)
                 team.copy_engine.fork()
                 computed = streams.mark()
             turn += 1
@@ -215,8 +220,9 @@ def send_partials(
                 owner = (me + place) % world if how.local_first else place
                 # One rank's rows go by pieces, several ranks' as a whole.
                 rows = rows_of(place, M, world)
-                sent = partial[rows.start + piece.start : min(rows.start + piece.stop, rows.stop)]
-                row, start = buffer_of.fn(me, owner, world), piece.start * N
+                source = partial if how.words is None else how.words
+                sent = source[rows.start + piece.start : min(rows.start + piece.stop, rows.stop)]
+                row, start = buffer_of.fn(me, owner, world), piece.start * source.shape[1]
                 channel.send(team, received[row, start : start + sent.numel()], sent.view(-1), row, flag, owner)
             yield number, piece, computed
 

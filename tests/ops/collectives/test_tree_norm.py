@@ -60,8 +60,9 @@ def design_of(name, shape, dtype, team):
     if name == "tree_then_norm":
         call = CollectiveCall(shape.numel() * dtype.itemsize, dtype, invariant=True)
         return tree_norm.TreeThenNorm(reduce=ALL_REDUCE.plan(call, machine_of(team)))
-    push = tree_norm.push_of_parts(shape[-1] * dtype.itemsize, team.caps.sms)
-    return Tree(hops=Planned(name, tree_norm.HOPS[name](push=push), "asked for"))
+    machine = machine_of(team)
+    hops = ALL_REDUCE_RMS_NORM.default(name, ALL_REDUCE_RMS_NORM.call_of((shape,), dtype, machine), machine)
+    return Tree(hops=Planned(name, tree_norm.in_powers_of_two(hops), "asked for"))
 
 
 def both(team, given, per=1, names=("one_shot", "two_shot", "tree_then_norm"), fp8=None):

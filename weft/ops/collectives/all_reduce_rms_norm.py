@@ -142,7 +142,7 @@ class AllReduceRMSNorm(Op):
         if call.fp8_wire:
             fp8_wire.check_machine(self.name, call.dtype, machine)
         if call.invariant and call.design == AUTO:
-            return tree_norm.planned(self.name, call, machine)
+            return tree_norm.planned(self.name, call, machine, self.default)
         if machine.nodes == 1:
             return super().choose(call, machine)
         if call.design != AUTO:

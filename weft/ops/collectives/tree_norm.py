@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.costs import fitted, pushes
 from weft.costs.choice import least
 from weft.costs.gpu import gpu_of
-from weft.costs.pushes import NORM_PART, NORM_PROGRAMS
 from weft.kernels.slices import SLICES
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall, NormCall, OneShot, TwoShot
 from weft.ops.collectives.tree import Tree, check_ranks
 from weft.ops.registration import HALVES
 from weft.plan.planned import AUTO, Machine, Planned
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
 from weft.transport.plans import PushPlan
 
-HOPS = {"one_shot": OneShot, "two_shot": TwoShot}
+Default = Callable[[str, NormCall, Machine], OneShot | TwoShot]
 
 
 @exchangeable
@@ -31,37 +31,35 @@ class TreeThenNorm:
     reduce: Planned
 
 
-def planned(op: str, call: NormCall, machine: Machine) -> Planned:
+def planned(op: str, call: NormCall, machine: Machine, default: Default) -> Planned:
     """Plan of one kernel while all its tiles are resident at once; else of two.
 
-    ValueError where no tree spans the ranks.
+    default: that of the op. ValueError where no tree spans the ranks.
     """
     check_ranks(op, machine)
-    rows, push = call.nbytes // max(1, call.row_bytes), push_of_parts(call.row_bytes, machine.caps.sms)
-    parts = cdiv(call.row_bytes, push.row_bytes)
-    at_once = NORM_PROGRAMS * machine.caps.sms // parts
+    rows = call.nbytes // call.row_bytes
     tiles = {"one_shot": rows, "two_shot": cdiv(rows, machine.world_size)}
-    width = call.row_bytes // call.dtype.itemsize
-    sizes = rows, width, call.dtype.itemsize, machine.world_size
+    sizes = rows, call.row_bytes // call.dtype.itemsize, call.dtype.itemsize, machine.world_size
     times = pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read(), *sizes)
-    resident = {name: time for name, time in times.items() if tiles[name] <= at_once}
+    hops = {name: in_powers_of_two(default(name, call, machine)) for name in times}
+    resident = {name: us for name, us in times.items() if fits(hops[name].push, tiles[name], call, machine)}
     if not resident:
         reduce = ALL_REDUCE.plan(CollectiveCall(call.nbytes, call.dtype, invariant=True), machine)
-        reason = f"invariant: {rows} rows in {parts} parts are not resident at once, so the norm follows the all-reduce"
+        reason = f"invariant: programs of {rows} rows are not resident at once, so the norm follows the all-reduce"
         return Planned("tree_then_norm", TreeThenNorm(reduce=reduce), reason)
     name, reason = least(resident, machine.caps)
-    hops = Planned(name, HOPS[name](push=push), reason)
-    return Planned(
-        "tree", Tree(hops=hops), f"invariant: nodes in rank order, and the norm in the same kernel; {reason}"
-    )
+    tree = Tree(hops=Planned(name, hops[name], reason))
+    return Planned("tree", tree, f"invariant: nodes in rank order, and the norm in the same kernel; {reason}")
 
 
-def push_of_parts(row_bytes: int, sms: int) -> PushPlan:
-    """Cut of a row into parts, no more than SMs, each a power of two long as ``sum_of_rows`` needs it."""
-    part = NORM_PART
-    while cdiv(row_bytes, part) > sms:
-        part *= 2
-    return PushPlan(transport="lamport", row_bytes=part, num_warps=1, programs_per_sm=NORM_PROGRAMS)
+def in_powers_of_two(hops: OneShot | TwoShot) -> OneShot | TwoShot:
+    """The design with parts of rows a power of two long, as ``sum_of_rows`` needs them."""
+    return replace(hops, push=replace(hops.push, row_bytes=next_power_of_2(hops.push.row_bytes)))
+
+
+def fits(push: PushPlan, tiles: int, call: NormCall, machine: Machine) -> bool:
+    """True if programs for all parts of ``tiles`` tiles are resident at once."""
+    return tiles * cdiv(call.row_bytes, push.row_bytes) <= push.programs_per_sm * machine.caps.sms
 
 
 def check(op: str, x: torch.Tensor, residual: torch.Tensor, world_size: int, algorithm: str, factored: bool) -> None:

@@ -20,13 +20,15 @@ from benchmarks.lab.skinny import BF16, Bench
 from weft import ops
 from weft.kernels.online_softmax import ScoreRule
 from weft.kernels.paged_cache import PagedCache
-from weft.ops.attention.fixed_runs import Attended, Rows, attend_in_runs, fixed_runs_for
+from weft.ops.attention.fixed_runs import EARLY, Attended, Rows, attend_in_runs, fixed_runs_for
 from weft.ops.local import capabilities_of
 from weft.runtime.files import put
 
 Q_HEADS, HEADS, D, PAGE = 32, 8, 128, 64
-# block_n, run, num_stages
-VARIANTS = ((64, 512, 3), (64, 512, 2), (64, 256, 2), (32, 512, 4), (128, 512, 2))
+# block_n, run, num_stages, early
+VARIANTS = (
+    (64, 512, 3, EARLY), (64, 512, 3, 0), (64, 256, 3, 0), (64, 512, 2, 0), (64, 256, 2, 0), (32, 512, 4, 0), (128, 512, 2, 0),
+)  # fmt: skip
 
 
 def check_bits(length: int = 1500) -> dict[str, int]:
@@ -87,10 +89,11 @@ def times(bench: Bench, batch: int, length: int) -> dict[str, float]:
     figures = {"default": timed([lambda c=c: ops.paged_attention(q, *c, *given) for c in caches])}
     rows, rule = Rows(lengths, lengths), ScoreRule.of(D**-0.5)
     options = {"queries": 1, "tickets": tickets}
-    for block_n, run, stages in VARIANTS:
-        programs = min(2 * caps.sms // (batch * HEADS), -(-length // run))
-        design = replace(base, block_n=block_n, run=run, num_stages=stages, programs=max(1, programs))
-        figures[f"{block_n} {run} {stages}"] = timed(
+    for block_n, run, stages, early in VARIANTS:
+        design = replace(base, block_n=block_n, run=run, num_stages=stages, early=early)
+        programs = min(2 * caps.sms // (batch * HEADS), design.runs(length))
+        design = replace(design, programs=max(1, programs))
+        figures[f"{block_n} {run} {stages}" + f" early {early}" * (early > 0)] = timed(
             [
                 lambda c=c, d=design: attend_in_runs(d, q, Attended(PagedCache(*c), table, rule), rows, **options)
                 for c in caches

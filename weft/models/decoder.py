@@ -378,16 +378,17 @@ class Decoder(nn.Module):
         """Let sums over the ranks travel as ``wire`` says. ValueError where they cannot."""
         check_choice("wire", wire, WIRES)
         self.wire, asked = wire, f"wire={quoted(wire)}"
+        if wire == "same":
+            return
         for is_so, what in (
             (self.mode in ("reference", "invariant"), f"mode={self.mode!r}, whose sums travel in their dtype"),
             (self.dtype.itemsize != 2, f"dtype={self.dtype}: it is for bfloat16 and float16"),
             (self.config.experts is not None, "a mixture of experts, whose sums have no such form"),
             (self.team.rail is not None, f"a team of {self.team.shape}: it is for one node"),
         ):
-            if is_so and wire != "same":
+            if is_so:
                 raise ValueError(f"{asked} with {what}; leave wire out")
-        if wire != "same":
-            check_e4m3(asked, self.team.caps)
+        check_e4m3(asked, self.team.caps)
 
     def new_cache(
         self,

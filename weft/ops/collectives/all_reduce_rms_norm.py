@@ -561,7 +561,8 @@ def all_reduce_rms_norm(
         dtypes = norm_dtypes(dtype) if name == "weight" else (dtype,)
         check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
     check_choice(op, "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
-    check_choice(op, "wire", wire, fp8_wire.WIRES)
+    if wire != "same":
+        check_choice(op, "wire", wire, fp8_wire.WIRES)
     check_has_rows(op, "x", x)
     if invariant:
         tree_norm.check(op, x, residual, team.size, algorithm, factored)

@@ -109,7 +109,8 @@ def matmul_all_reduce(
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
     check_flag("matmul_all_reduce", "invariant", invariant)
-    check_choice("matmul_all_reduce", "wire", wire, fp8_wire.WIRES)
+    if wire != "same":
+        check_choice("matmul_all_reduce", "wire", wire, fp8_wire.WIRES)
     if invariant:
         sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if isinstance(b, Fp8):

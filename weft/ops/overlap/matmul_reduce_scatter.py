@@ -103,7 +103,8 @@ def matmul_reduce_scatter(
     else:
         check_operands("matmul_reduce_scatter", a, b, device)
     check_own_first("matmul_reduce_scatter", own_first, team)
-    check_choice("matmul_reduce_scatter", "wire", wire, fp8_wire.WIRES)
+    if wire != "same":
+        check_choice("matmul_reduce_scatter", "wire", wire, fp8_wire.WIRES)
     check_divides("matmul_reduce_scatter", "M", a.shape[0], team.size)
     if isinstance(b, Fp8):
         return _FP8.call_with(a, [b], team, own_first, wire=wire)[0]

@@ -255,15 +255,16 @@ def test_a_design_can_be_asked_for():
 
 
 def test_the_norm_of_an_all_reduce():
-    for rows, world_size, algorithm in (
-        (16, 4, "one_shot"),
-        (64, 4, "two_shot"),
-        (64, 2, "one_shot"),
-        (200, 2, "two_shot"),
+    for rows, world_size, algorithm, part in (
+        (16, 4, "one_shot", 512),
+        (64, 4, "two_shot", 512),
+        (32, 2, "one_shot", 512),
+        (200, 2, "one_shot", 1024),
+        (2000, 2, "two_shot", 512),
     ):
         found = ops.explain("all_reduce_rms_norm", (rows, 5120), world_size=world_size, caps=GPU)
         assert found.algorithm == algorithm
-        assert found.plan.push.row_bytes == 512
+        assert found.plan.push.row_bytes == part
         assert found.reason.startswith(f"predicted µs in a row: {algorithm} ")
     assert (
         ops.explain("all-reduce-rms-norm", (1, 5120), world_size=4, caps=GPU, algorithm="two_shot").algorithm

@@ -138,10 +138,13 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team, words=None):
             x = stock.load_flagged(ptr, mask)
             y = stock.load_flagged(key, key_mask)
         x = _seen_by_all(x, ptr, mask)
-        # Apart from the block: warps load different keys, and each continues after what it has itself seen.
+        # Apart from the block: a warp continues after what it has itself seen of few keys.
         while stock.count_unwritten(y) > 0:
             if team.trace is not None:
                 rounds += 1
+            y = stock.load_flagged(key, key_mask)
+        if stock.is_counted_by_several_warps(y):
+            tl.debug_barrier()
             y = stock.load_flagged(key, key_mask)
         _record_wait(words, began, rounds, team)
     # A fast warp gets here while a slow one still loads the key, which must not be cleared yet.

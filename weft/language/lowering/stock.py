@@ -239,6 +239,16 @@ def is_loaded_by_several_warps(x, _semantic=None):
     return tl.constexpr(options.num_warps > 1 and x.numel.value < options.num_warps * options.warp_size)
 
 
+@builtin
+def is_counted_by_several_warps(x, _semantic=None):
+    """True if several warps load the same elements of block ``x`` and a count of them goes through shared memory.
+
+    A compile-time constant. There the count of one of these warps stands for that of another, which may have loaded earlier.
+    """
+    options = _semantic.builder.options
+    return tl.constexpr(options.warp_size < x.numel.value < options.num_warps * options.warp_size)
+
+
 @triton.jit
 def microseconds():
     """Each thread's clock for debug-mode waits; 0 where the target has none: they never give up."""

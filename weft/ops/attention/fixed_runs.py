@@ -6,7 +6,7 @@ in any way, beside drafts, and in any batch (weft.kernels.fixed_runs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
-# Positions whose runs are half as long.
-EARLY = 2048
+# Positions of a run, and the first positions, whose runs are half as long.
+RUN, EARLY = 512, 2048
 
 
 @exchangeable
@@ -56,7 +56,7 @@ class FixedRuns:
     """
 
     block_n: int = knob(64, powers(16))
-    run: int = knob(512)
+    run: int = knob(RUN)
     programs: int = knob(1, counts(), halved())
     num_warps: int = knob(4)
     num_stages: int = knob(3, near=stepped())
@@ -72,14 +72,15 @@ class FixedRuns:
                 f"multiple of twice block_n"
             )
 
-    def runs(self, tokens: int) -> int:
-        """Number of runs of the first ``tokens`` positions."""
-        late = max(tokens - self.early, 0)
-        return cdiv(min(tokens, self.early), max(1, self.run // 2)) + cdiv(late, self.run)
+
+def runs_of(tokens: int, run: int, early: int) -> int:
+    """Number of runs of the first ``tokens`` positions, at least one."""
+    first, late = min(tokens, early), max(tokens - early, 0)
+    return max(1, -(-first // max(1, run // 2)) - (-late // run))  # both round up
 
 
 # Reason of the design.
-IN_RUNS = f"invariant: runs of {FixedRuns().run} positions, of half of it up to {EARLY}, folded in order"
+IN_RUNS = f"invariant: runs of {RUN} positions, of half of it up to {EARLY}, folded in order"
 
 
 class Rows(NamedTuple):
@@ -260,10 +261,9 @@ def fixed_runs_for(head_dim: int, dtype: torch.dtype, caps: Capabilities, pairs:
     itemsize = max(2, dtype.itemsize)
     block_n = max(16, min(128, (16 << 10) // (head_dim * itemsize)))
     stages = 2 if dtype == torch.float32 or caps.arch.startswith("gfx") else 3
+    programs = max(1, min(2 * caps.sms // max(1, pairs), runs_of(tokens, RUN, EARLY)))
     warps = 8 if head_dim > 128 else 4
-    design = FixedRuns(block_n=block_n, num_warps=warps, num_stages=stages, early=EARLY)
-    programs = min(2 * caps.sms // max(1, pairs), design.runs(tokens))
-    return replace(design, programs=max(1, programs))
+    return FixedRuns(block_n=block_n, programs=programs, num_warps=warps, num_stages=stages, early=EARLY)
 
 
 def attend_in_runs(
@@ -291,7 +291,7 @@ def attend_in_runs(
         return out
     room = pages.shape[1] * sizes.page
     # Positions of a tile's rows are neighbours, so that the windows of all rows touch no more runs.
-    runs = max(1, design.runs(room if window is None else min(room, window + design.run + used)))
+    runs = runs_of(room if window is None else min(room, window + design.run + used), design.run, design.early)
     programs = min(design.programs, runs)
     tile = RunTile(group, block_m, design.block_n, design.run, per, programs > 1, window, design.early)
 

@@ -1,4 +1,4 @@
-"""Times of mla_decode_attention's designs on one GPU: what the plan takes, and early and turned blocks beside it.
+"""Times of mla_decode_attention's designs on one GPU: what the plan takes, and early copies with tiles beside it.
 
     python -m benchmarks.lab.mla_designs OUT.json [--seconds 40]
 
@@ -33,6 +33,11 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.files import put
 
 SCALE = (128 + 64) ** -0.5
+# 64 rows on tensor cores of sm_90, also where rows fill a quarter of them, and the plan's 16 rows with early copies.
+TILES = (
+    {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2},
+    {"block_m": 16, "block_n": 64, "num_warps": 8, "num_stages": 3},
+)
 
 
 class Shape(NamedTuple):
@@ -52,19 +57,14 @@ SHAPES = [
 
 
 def designs_for(shape: Shape, machine: Machine) -> Iterator[LatentBlocks]:
-    """The plan's design, early blocks of 64 rows, and of 16 heads turned blocks, with 4 warps and with half the splits too."""
+    """The plan's design, then early copies: with 64 rows a program, and 16 heads also with 16."""
     call = MLACall(shape.batch, shape.heads, cdiv(shape.context, PAGE) * PAGE, LATENT + ROPE, torch.bfloat16)
     planned = MLA_DECODE_ATTENTION.plan(call, machine).design
     yield planned
-    splits = splits_of(shape.batch * cdiv(shape.heads, 64), call.tokens, machine.caps.sms, planned.least)
-    tile = {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2, "splits": splits}
-    yield EarlyBlocks(**asdict(planned) | tile)
-    if shape.heads == 16:
-        turned = MLA_DECODE_ATTENTION.default("turned", call, machine)
-        yield turned
-        yield replace(turned, num_warps=4)
-        if turned.splits > 1:
-            yield replace(turned, splits=turned.splits // 2)
+    for tile in TILES[: 1 if shape.heads > 16 else 2]:
+        pairs = shape.batch * cdiv(shape.heads, tile["block_m"])
+        splits = splits_of(pairs, call.tokens, machine.caps.sms, planned.least)
+        yield EarlyBlocks(**asdict(replace(planned, splits=splits, **tile)))
 
 
 def rows_of(shape: Shape, machine: Machine) -> Iterator[dict[str, object]]:

@@ -22,7 +22,6 @@ UNCHOSEN = {
     ("grouped_matmul_reduce_scatter", "slabs"): "of experts in slices, and of whole ones between nodes or by name",
     ("mla_decode_attention", "blocks"): "the op has no form of shapes yet",
     ("mla_decode_attention", "early"): "no GPU has timed it: asked for by name",
-    ("mla_decode_attention", "turned"): "no GPU has timed it: asked for by name",
     ("matmul", "persistent"): "weft's own GEMM, asked for by name; tests of tile schedules run it",
     **{
         (name, "over_nodes"): NODES

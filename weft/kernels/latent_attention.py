@@ -37,8 +37,7 @@ class LatentTile(NamedTuple):
     block_m       rows, each a query head of a new token
     block_n       tokens of a step
     least         tokens of a split-KV partial at least
-    stages        of the pipeline of ``attend_early`` or ``attend_turned``; None: ``attend_to_latents``
-    turned        with stages: ``attend_turned``
+    stages        of the pipeline of ``attend_early``; None: ``attend_to_latents``
     """
 
     latent: int
@@ -49,7 +48,6 @@ class LatentTile(NamedTuple):
     block_n: int
     least: int
     stages: int | None = None
-    turned: bool = False
 
 
 @triton.jit
@@ -132,48 +130,6 @@ def attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.
             largest = new
     divisor = tl.where(total > 0, total, 1.0)
     return acc / divisor[:, None], tl.where(total > 0, largest + tl.log2(divisor), float("-inf"))
-
-
-@triton.jit
-def attend_turned(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
-    """``attend_early`` with tokens as rows of products, for few query heads.
-
-    On sm_90 a product has at least 64 rows, but may have 8 columns.
-    scores [block_n, block_m] = latents @ x.T + ropes @ x_rope.T, and sums [latent, block_m] = latents.T @ weights, so that both
-    products take latents from shared memory as they are, with 64 tokens or columns to an instruction. Copies are issued
-    stages - 1 steps ahead. Rotary parts of the next step wait in registers, since shared memory has no room for them in three
-    stages; a load in a branch takes no part in the pipeline.
-    """
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    LATENT: tl.constexpr = TILE.latent
-    column, rope = tl.arange(0, LATENT)[None, :], LATENT + tl.arange(0, TILE.rope)[None, :]
-    local = tl.arange(0, BLOCK_N)
-    length = tl.max(lengths, axis=0)
-    largest, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((LATENT, BLOCK_M), tl.float32)
-    page = pages_at(table, start, end, local, SIZES.page)
-    there = (local < end - start)[:, None]
-    k_rope = tl.load(rows_at(cache + rope, page, start, end, local, SIZES), mask=there, other=0.0)
-    for at in tl.range(start, end, BLOCK_N, num_stages=TILE.stages):
-        k = tl.load(rows_at(cache + column, page, at, end, local, SIZES))
-        after = at + BLOCK_N
-        page = pages_at(table, after, end, local, SIZES.page)
-        if at < end:
-            there = (local < end - after)[:, None]
-            next_rope = tl.load(rows_at(cache + rope, page, after, end, local, SIZES), mask=there, other=0.0)
-            if at < length:
-                rotary, score = tl.dot(k_rope, x_rope.T, input_precision="ieee"), tl.dot(k, x.T, input_precision="ieee")
-            else:
-                rotary, score = tl.dot(k_rope, x_rope.T, input_precision="ieee"), tl.dot(k, x.T, input_precision="ieee")
-            score = tl.where((at + local)[:, None] < lengths[None, :], (score + rotary) * scale, float("-inf"))
-            new = tl.maximum(largest, tl.max(score, axis=0))
-            p, rescale = tl.exp2(score - new[None, :]), tl.exp2(largest - new)
-            total = total * rescale + tl.sum(p, axis=0)
-            acc = tl.dot(k.T, p.to(k.dtype), acc * rescale[None, :], input_precision="ieee")
-            largest, k_rope = new, next_rope
-    divisor = tl.where(total > 0, total, 1.0)
-    return (acc / divisor[None, :]).T, tl.where(total > 0, largest + tl.log2(divisor), float("-inf"))
 
 
 @triton.jit

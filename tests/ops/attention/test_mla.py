@@ -1,13 +1,12 @@
 """mla_decode_attention and mla_norm_rope: planted mistakes, refused arguments, parts of ranks; cases run with all ops'."""
 
 import importlib
-import re
 
 import pytest
 import torch
 
 import weft
-from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import check_refused, mutated
 from weft import ops
@@ -15,15 +14,7 @@ from weft.kernels import latent_attention
 from weft.kernels.latent_attention import HeadRows
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
-from weft.ops.attention.mla_plan import (
-    EarlyBlocks,
-    LatentBlocks,
-    MLACall,
-    TurnedBlocks,
-    blocks_for,
-    early_blocks_for,
-    turned_blocks_for,
-)
+from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, blocks_for, early_blocks_for
 from weft.ops.case import BF16, FP32, Draw
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options, simulated
@@ -33,6 +24,7 @@ rows = importlib.import_module("weft.ops.attention.mla_norm_rope")
 OP, ROWS = attention.MLA_DECODE_ATTENTION, rows.MLA_NORM_ROPE
 SMALL = (4, 32, 16, 16)
 SPLIT = LatentBlocks(block_m=16, block_n=16, least=16, splits=2, num_warps=1)
+EARLY = EarlyBlocks(block_m=16, block_n=16, least=16, splits=1, num_warps=1)
 
 # Mistakes in the attention, in its own file or in the kernels' one.
 PLANTED = {
@@ -50,43 +42,21 @@ PLANTED = {
     "lse to the base 2": ("log_sum / LOG2_OF_E", "log_sum"),
     "": ("", ""),
 }  # fmt: skip
-# In the loops of two further designs.
-PLANTED_IN_BOTH = {
-    "no rotary part in the scores": ("(score + rotary) * scale", "score * scale"),
-    "rows after the last token": ("tl.minimum(local, end - start - 1)", "local"),
-    "rows from a page's first on": ("cell_of(page, 0, start % SIZES.page, SIZES)", "cell_of(page, 0, 0, SIZES)"),
-    "the last step is dropped": ("if at < end:", "if at + BLOCK_N < end:"),
-    "": ("", ""),
-}
 PLANTED_IN_EARLY = {
-    **PLANTED_IN_BOTH,
-    "a stale page": PLANTED["a stale page"],
-    "tokens see those after them": ("[None, :] < lengths[:, None], (score", "[None, :] < end, (score"),
+    "no rotary part in early scores": ("(score + rotary) * scale", "score * scale"),
+    "early rows after the last token": ("tl.minimum(local, end - start - 1)", "local"),
+    "early rows from a page's first on": ("cell_of(page, 0, start % SIZES.page, SIZES)", "cell_of(page, 0, 0, SIZES)"),
+    "a stale early page": PLANTED["a stale page"],
+    "the last early step is dropped": ("if at < end:", "if at + BLOCK_N < end:"),
+    "early tokens see those after them": ("< lengths[:, None], (score", "< end, (score"),
+    "early": ("", ""),
 }
-PLANTED_IN_TURNED = {
-    **PLANTED_IN_BOTH,
-    "a stale page": ("pages_at(table, after, end", "pages_at(table, at, end"),
-    "tokens see those after them": ("[:, None] < lengths[None, :], (score", "[:, None] < end, (score"),
-    "rotary parts of the first step": ("largest, k_rope = new, next_rope", "largest = new"),
-    "rotary parts of this step again": ("page, after, end, local, SIZES), mask", "page, at, end, local, SIZES), mask"),
-}
-DESIGNS = (
-    (SPLIT, 16, PLANTED),
-    (EarlyBlocks(block_m=16, block_n=16, least=16, splits=1, num_warps=1), 32, PLANTED_IN_EARLY),
-    (TurnedBlocks(block_m=16, block_n=16, least=16, splits=1, num_warps=1), 32, PLANTED_IN_TURNED),
-)
 
 
-@pytest.mark.parametrize(
-    ("design", "page", "planted", "name"),
-    [
-        pytest.param(design, page, planted, name, id=f"{OP.name_of(design)}-{name}")
-        for design, page, planted in DESIGNS
-        for name in planted
-    ],
-)
-def test_planted_mistakes_of_the_attention_are_found(design, page, planted, name, tmp_path):
-    (old, new), stem = planted[name], f"mla_{OP.name_of(design)}_{list(planted).index(name)}"
+@pytest.mark.parametrize("name", [*PLANTED, *PLANTED_IN_EARLY])
+def test_planted_mistakes_of_the_attention_are_found(name, tmp_path):
+    planted, early = {**PLANTED, **PLANTED_IN_EARLY}, name in PLANTED_IN_EARLY
+    (old, new), stem = planted[name], f"mla_{list(planted).index(name)}"
     with open(latent_attention.__file__) as file:
         in_kernels = bool(old) and old in file.read()
     mutant = attention
@@ -98,6 +68,7 @@ def test_planted_mistakes_of_the_attention_are_found(design, page, planted, name
 
     def main(team):
         for fields in ({"lengths": (40, 0, 61, 16)}, {"lengths": (40, 41, 42, 9, 10, 0), "queries": 3}):
+            design, page = (EARLY, 32) if early else (SPLIT, 16)
             case = attention.case_of(OP.name, (*SMALL[:3], page), FP32, design, **fields)
             inputs = OP.inputs(case, 0, Draw(case, 0, 0, "cpu"))
             for actual, wanted in zip(
@@ -209,14 +180,6 @@ def test_wrong_designs_are_refused(message, field):
     check_refused(lambda: LatentBlocks(**field), (), message)
 
 
-def test_turned_blocks_refuse_more_rows_than_a_block_has():
-    message, h200 = "block_m=16 rows take as many of a sequence, not 34; take early ones", machine(simulated(1), 1)
-    check_refused(lambda: OP.plan(OP.call_of((1, 34, 4096, 576), BF16, h200, design="turned"), h200), (), message)
-    q, q_rope, cache, *sequences, scale = arguments(H=17).values()
-    given = attention.MLAArguments(q, q_rope, cache, Sequences(*sequences), scale, queries=2)
-    check_refused(lambda: OP.run(TurnedBlocks(block_m=16, block_n=16), None, given), (), message)
-
-
 def test_queries_may_lie_heads_first_and_calls_repeat():
     """As a GEMM of each head gives them; with splits, whose parts another kernel merges in order."""
 
@@ -316,7 +279,6 @@ def test_early_blocks_share_scores_and_fetch_before_they_multiply(tmp_path):
         kernel = built("sm_90", 128, rule=early_blocks_for, page=page)
         ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
         assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
-        assert broken_sums(kernel, tmp_path) == []
         # Each group: scores of 64 rows and 32 tokens, 576 elements 16 at a time; 256 columns of 64 tokens. No other layout.
         assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36
         assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
@@ -325,28 +287,10 @@ def test_early_blocks_share_scores_and_fetch_before_they_multiply(tmp_path):
         )
         loop = code[code.index("scf.for") :]
         assert loop.index("ttg.async_copy_global_to_local") < loop.index("ttng.warp_group_dot")
-    late = built("sm_90", 128).asm  # the plan's
+    late = built("sm_90", 128).asm
     assert late["ptx"].count("wgmma.mma_async.sync.aligned.m64n32k16") == 72
     loop = late["ttgir"][late["ttgir"].index("scf.for") :]
     assert loop.index("ttng.warp_group_dot") < loop.index("ttg.async_copy_global_to_local")
-
-
-@pytest.mark.triton_internals
-def test_turned_blocks_multiply_latents_as_they_lie_in_shared_memory(tmp_path):
-    """Of 16 heads on sm_90: three buffers of latents, copied two steps ahead, and no other copy of them in shared memory."""
-    for heads in (10, 16):
-        kernel = built("sm_90", heads, rule=turned_blocks_for)
-        assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
-        assert broken_sums(kernel, tmp_path) == []
-    ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
-    # Each group: scores of 64 tokens and 8 of 16 rows; 256 columns, 64 to an instruction, of 16 rows and 64 tokens.
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n8k16") == 36
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n16k16") == 16 and "mma.sync" not in ptx
-    loop = code[code.index("scf.for") :]
-    assert "memdesc<3x64x512xbf16" in loop and "x512xbf16" not in "".join(
-        re.findall(r"local_load.*|local_alloc.*", loop)
-    )
-    assert loop.index("ttg.async_copy_global_to_local") < loop.index("ttng.warp_group_dot")
 
 
 @pytest.mark.triton_internals

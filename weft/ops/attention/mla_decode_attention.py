@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.latent_attention import HeadRows, LatentTile, attend_early, attend_to_latents, attend_turned
+from weft.kernels.latent_attention import HeadRows, LatentTile, attend_early, attend_to_latents
 from weft.kernels.online_softmax import LOG2_E
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import PAGE_SIZES, check_sequences
 from weft.ops.attention.merge_attention import merge_into
-from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, MLAPlan, TurnedBlocks
+from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, MLAPlan
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, compiler_options, machine_on
 from weft.ops.op import register
@@ -77,8 +77,6 @@ def mla_decode_attention_kernel(
     if (start < end) | (split == 0):
         if TILE.stages is None:
             mean, log_sum = attend_to_latents(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
-        elif TILE.turned:
-            mean, log_sum = attend_turned(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
         else:
             mean, log_sum = attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES, TILE)
         tl.store(out + to[:, None] * TILE.latent + latent, mean.to(out.dtype.element_ty), mask=exists[:, None])
@@ -221,28 +219,24 @@ class MLADecodeAttention(MLAPlan):
             ((8, 64, 16, 64), 9, (*range(500, 509), *range(1, 10)), wide),
         ):
             yield case_of(self.name, sizes, BF16, design, lengths=lengths, queries=queries)
+        few = EarlyBlocks(block_m=16, block_n=16, least=32, splits=8, num_warps=4, num_stages=2)
+        many = EarlyBlocks(block_m=64, block_n=32, least=128, splits=3, num_warps=8, num_stages=3)
         # Steps in a page, in several, and of one token; splits without tokens; tokens of one program that see different ones.
-        small = {"block_m": 16, "block_n": 16, "least": 32, "splits": 8, "num_warps": 4, "num_stages": 2}
-        wide = {"block_n": 32, "least": 128, "splits": 3, "num_warps": 8, "num_stages": 3}
-        few, many = EarlyBlocks(**small), EarlyBlocks(block_m=64, **wide)
-        turned, longer = TurnedBlocks(**small), TurnedBlocks(block_m=16, **wide)
-        for sizes, dtype, queries, lengths, designs in (
-            ((16, 32, 16, 16), FP32, 1, (0, 63, 64, 65, 0, 129), (few, turned)),
-            ((70, 64, 16, 16), BF16, 1, (300, 1, 0, 97), (many,)),
-            ((3, 16, 64, 256), FP16, 1, (500, 17), (few, longer)),
-            ((5, 32, 16, 32), BF16, 3, (31, 32, 33, 300, 301, 0, 0, 0, 0), (many, longer)),
-            ((8, 64, 16, 64), BF16, 9, (*range(500, 509), *range(1, 10)), (many,)),
+        for sizes, dtype, queries, lengths, design in (
+            ((16, 32, 16, 16), FP32, 1, (0, 63, 64, 65, 0, 129), few),
+            ((70, 64, 16, 16), BF16, 1, (300, 1, 0, 97), many),
+            ((3, 16, 64, 256), FP16, 1, (500, 17), few),
+            ((16, 32, 16, 32), BF16, 3, (31, 32, 33, 300, 301, 0, 0, 0, 0), many),
+            ((8, 64, 16, 64), BF16, 9, (*range(500, 509), *range(1, 10)), many),
         ):
-            for design in designs:
-                yield case_of(self.name, sizes, dtype, design, lengths=lengths, queries=queries)
+            yield case_of(self.name, sizes, dtype, design, lengths=lengths, queries=queries)
 
     def large_cases(self) -> Iterator[Case]:
         early = EarlyBlocks(block_m=64, block_n=64, least=512, splits=2, num_warps=8, num_stages=2)
-        turned = TurnedBlocks(block_m=16, block_n=64, least=256, splits=4, num_warps=8, num_stages=3)
         for heads, queries, batch, length, designs in (
-            (16, 1, 1, 128, ("auto", turned)), (16, 1, 1, 40000, ("auto", turned)), (16, 1, 32, 1024, ("auto", turned)),
+            (16, 1, 1, 128, ("auto",)), (16, 1, 1, 40000, ("auto",)), (16, 1, 32, 1024, ("auto",)),
             (128, 1, 1, 40000, ("auto", early)), (128, 1, 64, 4096, ("auto", early)), (64, 1, 128, 300, ("auto", early)),
-            (128, 2, 16, 1024, ("auto", early)), (16, 4, 8, 3000, ("auto", early)), (8, 2, 8, 3000, (turned,)),
+            (128, 2, 16, 1024, ("auto", early)), (16, 4, 8, 3000, ("auto",)),
         ):  # fmt: skip
             lengths = tuple(length + place % queries for place in range(batch * queries))
             for dtype in (BF16, FP16):
@@ -254,8 +248,6 @@ class MLADecodeAttention(MLAPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``mla_decode_attention`` of checked arguments."""
         self.check_design(design)
-        if isinstance(design, TurnedBlocks):
-            design.check_rows(given.q.shape[1] * given.queries)
         out, lse = self.fake(given)
         if out.numel() == 0:
             return out, lse
@@ -293,12 +285,11 @@ class MLADecodeAttention(MLAPlan):
         return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def tile_of(design: LatentBlocks, sizes: tuple[int, int, int], queries: int) -> LatentTile:
+def tile_of(design: LatentBlocks | EarlyBlocks, sizes: tuple[int, int, int], queries: int) -> LatentTile:
     """A program's tile of heads, latent and rotary part."""
     heads, latent, rope = sizes
-    turned = isinstance(design, TurnedBlocks)
-    stages = design.num_stages if turned or isinstance(design, EarlyBlocks) else None
-    return LatentTile(latent, rope, heads, queries, design.block_m, design.block_n, design.least, stages, turned)
+    stages = design.num_stages if isinstance(design, EarlyBlocks) else None
+    return LatentTile(latent, rope, heads, queries, design.block_m, design.block_n, design.least, stages)
 
 
 def case_of(op: str, sizes: tuple[int, ...], dtype: torch.dtype, design: Any = "auto", **fields: Any) -> Case:

@@ -52,21 +52,6 @@ class EarlyBlocks(LatentBlocks):
     """``LatentBlocks`` with copies before products, and scores that groups of warps share."""
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedBlocks(LatentBlocks):
-    """``EarlyBlocks`` with tokens as rows of products, where one block holds a sequence's rows."""
-
-    def check_rows(self, rows: int) -> None:
-        """ValueError for more rows of a sequence than a block has.
-
-        Of several whole blocks ptxas 12.8 makes a descriptor of a tensor instruction from a register that nothing has written.
-        """
-        if rows > self.block_m:
-            most = f"turned blocks of block_m={self.block_m} rows take as many of a sequence"
-            raise ValueError(f"{most}, not {rows}; take early ones")
-
-
 class MLACall(NamedTuple):
     """Sizes that the plan of mla_decode_attention depends on.
 
@@ -103,7 +88,7 @@ def blocks_for(call: MLACall, caps: Capabilities) -> LatentBlocks:
         block_n, num_stages = 32, 3
     else:
         block_n, num_stages = {"sm_90": (64, 2), "sm_100": (32, 2)}.get(caps.arch, (16, 3))
-    least = least_for(pairs, caps)
+    least = 128 if 4 * pairs <= caps.sms else 512
     return LatentBlocks(
         block_m=block_m,
         block_n=block_n,
@@ -119,35 +104,15 @@ def early_blocks_for(call: MLACall, caps: Capabilities) -> EarlyBlocks:
     return EarlyBlocks(**asdict(blocks_for(call, caps)) | {"num_warps": 8})
 
 
-def turned_blocks_for(call: MLACall, caps: Capabilities) -> TurnedBlocks:
-    """Blocks of 16 rows; on sm_90 steps of 64 tokens, of which shared memory holds three."""
-    pairs = max(1, call.sequences)
-    block_n, num_stages = (64, 3) if caps.arch == "sm_90" and call.dtype != torch.float32 else (16, 2)
-    least = least_for(pairs, caps)
-    splits = splits_of(pairs, call.tokens, caps.sms, least)
-    design = TurnedBlocks(block_m=16, block_n=block_n, least=least, splits=splits, num_warps=8, num_stages=num_stages)
-    design.check_rows(call.rows)
-    return design
-
-
-def least_for(pairs: int, caps: Capabilities) -> int:
-    """Tokens of a split at least, for ``pairs`` of a sequence and a block of rows."""
-    return 128 if 4 * pairs <= caps.sms else 512
-
-
-DEFAULTS = {"blocks": blocks_for, "early": early_blocks_for, "turned": turned_blocks_for}
-
-
 class MLAPlan(Op):
     """Blocks of rows by the number of rows, and splits for as many programs as SMs hold.
 
-    The rule takes no early or turned blocks, which no GPU has timed.
+    The rule takes no early blocks, which no GPU has timed.
     """
 
     name, alias = "mla_decode_attention", "mla-decode-attention"
     bits = "depend on the batch, the new tokens of a sequence, a rank's heads, the page table's room and the design"
-    designs = {"blocks": LatentBlocks, "early": EarlyBlocks, "turned": TurnedBlocks}
-    rare = ("turned",)
+    designs = {"blocks": LatentBlocks, "early": EarlyBlocks}
     sizes = ("batch", "heads", "context", "width")
     dtypes = FLOATS
     collective = False
@@ -177,7 +142,7 @@ class MLAPlan(Op):
         )
 
     def default(self, name: str, call: MLACall, machine: Machine) -> LatentBlocks:
-        return DEFAULTS[name](call, machine.caps)
+        return blocks_for(call, machine.caps) if name == "blocks" else early_blocks_for(call, machine.caps)
 
     def space(self, call: MLACall, machine: Machine, quick: bool = False) -> Iterator[LatentBlocks]:
         rule = blocks_for(call, machine.caps)
@@ -191,5 +156,3 @@ class MLAPlan(Op):
                     yield replace(rule, least=least, splits=splits, **tile)
         if not quick:
             yield early_blocks_for(call, machine.caps)
-            if call.rows <= 16:
-                yield turned_blocks_for(call, machine.caps)

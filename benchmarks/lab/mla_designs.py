@@ -1,4 +1,4 @@
-"""Times of mla_decode_attention's designs on one GPU: what the plan takes, and early copies with tiles beside it.
+"""Times of mla_decode_attention's designs on one GPU: plain blocks, and early copies with tiles beside them.
 
     python -m benchmarks.lab.mla_designs OUT.json [--seconds 40]
 
@@ -57,8 +57,8 @@ SHAPES = [
 
 
 def designs_for(shape: Shape, machine: Machine) -> Iterator[LatentBlocks]:
-    """The plan's design, then early copies: with 64 rows a program, and 16 heads also with 16."""
-    call = MLACall(shape.batch, shape.heads, cdiv(shape.context, PAGE) * PAGE, LATENT + ROPE, torch.bfloat16)
+    """Plain blocks, then early copies: with 64 rows a program, and 16 heads also with 16."""
+    call = MLACall(shape.batch, shape.heads, cdiv(shape.context, PAGE) * PAGE, LATENT + ROPE, torch.bfloat16, "blocks")
     planned = MLA_DECODE_ATTENTION.plan(call, machine).design
     yield planned
     for tile in TILES[: 1 if shape.heads > 16 else 2]:

@@ -14,11 +14,11 @@ H200 = machine(simulated(1), 1)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_each_shape_is_timed_with_the_plan_and_early_copies(heads):
+def test_each_shape_is_timed_with_plain_blocks_and_early_copies(heads):
     for shape in (shape for shape in mla_designs.SHAPES if shape.heads == heads):
         designs = list(mla_designs.designs_for(shape, H200))
         call = MLA_DECODE_ATTENTION.call_of((shape.batch, heads, shape.context, 576), torch.bfloat16, H200)
-        assert designs[0] == MLA_DECODE_ATTENTION.plan(call, H200).design
+        assert MLA_DECODE_ATTENTION.plan(call, H200).design in designs[: 1 if heads == 16 else 2]
         assert [MLA_DECODE_ATTENTION.name_of(design) for design in designs] == [
             "blocks",
             *["early"] * (len(designs) - 1),

@@ -241,7 +241,7 @@ def is_loaded_by_several_warps(x, _semantic=None):
 
 @builtin
 def is_counted_by_several_warps(x, _semantic=None):
-    """True if several warps load the same elements of block ``x`` and a count of them goes through shared memory.
+    """True if several warps load the same elements of ``x`` and count them through shared memory.
 
     A compile-time constant. There the count of one of these warps stands for that of another, which may have loaded earlier.
     """

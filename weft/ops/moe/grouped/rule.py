@@ -56,7 +56,7 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
         return GroupedTiles(block_n=32, block_k=32, transposed=call.block < 64, num_warps=8, num_stages=2)
     if caps.arch.startswith("gfx") or caps.arch == "sm_80":  # less shared memory, and no descriptors in hardware
         return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
-    # Tiles of 128 rows of gate and up, if each pair has an expert of its own.
+    # Tiles of 128 rows of gate and up, if no two pairs have the same expert.
     tiles = call.pairs * cdiv(2 * call.N, 128)
     one_round = gated and caps.sms < tiles <= 2 * caps.sms
     if call.block == 16 and (call.pairs >= MANY_PAIRS or one_round):

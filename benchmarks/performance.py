@@ -90,12 +90,12 @@ MISSING = """## Not measured yet
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
   sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B,
   which [one H100](performance/h100-x1.md) has. Steps of Qwen3-30B-A3B on four H200s and of Qwen3.6 have no baseline at all.
-- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; on two H200s
-  Qwen3-8B in bf16; the rows with a dash of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8.
-- [Regret](costs.md#regret-the-choice-over-the-best-design) and
-  [steps as planned](planning.md#planned-steps-beside-measured-ones) where their tables have no row: both say so. On no GPU:
-  [a plan that an engine follows](planning.md#follow-a-plan), [the search in the warm-up](tuning.md) (`--tune`,
-  `weft tune` with `--model`) and `weft doctor --measure`.
+- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; the rows with a dash
+  of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8 and with FlashInfer.
+- [Regret](costs.md#regret-the-choice-over-the-best-design) of more than seven shapes of most ops. On no GPU:
+  [the search in the warm-up](tuning.md) (`--tune`, `weft tune` with `--model`) and `weft doctor --measure`.
+- Sums over the ranks [in fp8](quantization.md#time) of GEMMs, and on more than two GPUs; 8B in the
+  [invariant mode](same-bits.md#cost) as it is now.
 - Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
   Qwen3.6.
 - One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines

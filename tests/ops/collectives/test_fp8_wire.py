@@ -134,9 +134,9 @@ def team_of(world_size, nodes=1):
     return machine(capabilities.simulated(world_size), world_size, nodes=nodes)
 
 
-@pytest.mark.parametrize(("rows", "in_fp8"), [(1, False), (512, True)])
-def test_auto_takes_fp8_where_it_is_predicted_to_pay(rows, in_fp8):
-    here = team_of(2)
+@pytest.mark.parametrize(("world_size", "rows", "in_fp8"), [(2, 512, False), (4, 1, False), (4, 512, True)])
+def test_auto_takes_fp8_where_it_is_predicted_to_pay(world_size, rows, in_fp8):
+    here = team_of(world_size)
     norm = ALL_REDUCE_RMS_NORM.call_of(((rows, 5120),), BF16, here)
     for op, call in ((ALL_REDUCE, ALL_REDUCE.call_of(((rows, 5120),), BF16, here)), (ALL_REDUCE_RMS_NORM, norm)):
         assert fp8_wire.asked(op, "same", call, here) == call

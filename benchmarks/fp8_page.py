@@ -75,7 +75,7 @@ AG-GEMM of 4,096 rows is 1.59 to 1.70 times as fast as in bf16 (goals 1.35 with 
 1.06 times as long as its GEMM alone (goal 1.06), in a run whose files were lost ([table](quantization.md#overlap)). Beside
 DeepGEMM and NCCL it has not been timed: `weft bench ag-gemm+block_fp8@qwen3-32b:4096,8192 --world-size 2` has them as
 providers. On one GPU a token of Qwen3-8B's engine took 2.86 ms, at 26bd7ccb (goal of a step 2.5). With FlashInfer vLLM
-0.26.0 takes 1.31, 1.28 and 1.18 times as long as weft for 1, 32 and 128 prompts of Qwen3-32B (goal 1.3) and 1.45 times for
+0.26.0 takes 1.297, 1.28 and 1.18 times as long as weft for 1, 32 and 128 prompts of Qwen3-32B (goal 1.3) and 1.45 times for
 one of Qwen3-8B ([files](../benchmarks/lab/h200-x2-vllm-0.26-flashinfer)).
 
 What misses its goal, what was tried, and what one would try:
@@ -94,8 +94,8 @@ What misses its goal, what was tried, and what one would try:
 - **Decode of Qwen3-32B.** A layer takes 83.5 µs on one GPU without communication (26bd7ccb), its bytes 57; the goal asks for
   72 a layer with all-reduces. Tried: rows in fp8 by the kernels before (seven launches), then eight stages: a token of the
   engine fell from 5.60 ms (26bd7ccb) to 5.51 (285370a5) and 5.50 (24e2035a). The steps of 62ba3dd5 took 5.54 and 8.34 ms on
-  another machine, at 18c23352: what of that are the machines was not found out. Left: the two GEMMs above, 2 to 5 µs a layer,
-  and attention, 6.3 µs of which the bytes take 0.1.
+  another machine, at 18c23352: how much of the difference is the machine's was not measured. Left: the two GEMMs above, 2 to
+  5 µs a layer, and attention, 6.3 µs of which the bytes take 0.1.
 - **Prompts of Qwen3-32B.** One of 1,024 tokens by both recipes: 40.5 ms replicated, 41.1 under sequence parallelism
   ([files](../benchmarks/results/h200-x2-fp8-prompts), 9db60856). Of 1 x 128 and 32 x 128 nothing else was tried. 64 and 128
   rows are where GEMMs above are slower than DeepGEMM; sums travel in 16 bits, and hide under short GEMMs no longer.
@@ -107,9 +107,9 @@ What misses its goal, what was tried, and what one would try:
 - **Grouped GEMMs of 4,096 tokens.** Two products of half a tile each (81bda44b) were no faster than 64 rows of the weight in
   two programs an SM, which a sweep found (0e35dba2). Tensor cores idle half of the time, since Triton waits for each step's
   sums. Next: as for DeepGEMM.
-- **Qwen3-8B, one sequence.** Tried: as for 32B. Its bytes take 0.95 ms of a step; the rest, 31 µs of each of 36 layers, is the
-  begin and end of seven launches, the sums over ranks and attention.
-- **vLLM at 128 prompts.** A token of the engine takes 9.04 ms, a step 8.34 (of another commit). The rest, of the host or of
+- **Qwen3-8B, one sequence.** Tried: as for 32B. Its bytes take 0.95 ms of a step at 4.3 TB/s; the rest, 31 µs of each of 36
+  layers, is the begin and end of seven launches, the sums over ranks and attention.
+- **vLLM at 128 prompts.** A token of the engine takes 9.04 ms, a step 8.62 (of another commit). The rest, of the host or of
   the time until all prompts are read, was not traced.
 """
 

@@ -92,7 +92,7 @@ MISSING = """## Not measured yet
   which [one H100](performance/h100-x1.md) has. Steps of Qwen3-30B-A3B on four H200s and of Qwen3.6 have no baseline at all.
 - Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; the rows with a dash
   of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8 and with FlashInfer.
-- [Regret](costs.md#regret-the-choice-over-the-best-design) of more than seven shapes of most ops. On no GPU:
+- [Regret](costs.md#regret-the-choice-over-the-best-design) of more than eight shapes of most ops. On no GPU:
   [the search in the warm-up](tuning.md) (`--tune`, `weft tune` with `--model`) and `weft doctor --measure`.
 - Sums over the ranks [in fp8](quantization.md#time) of GEMMs, and on more than two GPUs; 8B in the
   [invariant mode](same-bits.md#cost) as it is now.

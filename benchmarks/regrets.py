@@ -94,7 +94,7 @@ def page() -> Iterator[str]:
     every, new = list(regrets(FILES)), unseen()
     yield from table(every)
     if new:
-        yield from ("", "Shapes that the fit has not seen:", "")
+        yield from ("", "Shapes outside the fit:", "")
         yield from table(new)
     known = {(one.row.op, one.row.world_size) for one in (*every, *new)}
     yield ""

@@ -87,7 +87,8 @@ class Norms:
 
     call, peer, rows  time of a call; of each further peer; factor of the memory's time of the rows
     several, later    where programs take several tiles: time of a call; factor of the memory's time of the rows that are added
-    longer            of that factor with parts of 1,024 bytes, by two shapes of benchmarks/lab/h200-regret-unseen/w2.json
+    longer            share of ``later`` that remains with parts of 1,024 bytes, by two shapes of
+                      benchmarks/lab/h200-regret-unseen/w2.json
     """
 
     call: float = 1.1

@@ -13,9 +13,9 @@ NORM_PART, NORM_PROGRAMS = 512, 16
 NORM_MANY, NORM_MOST = 8, 8 << 20
 # Bytes of 128 columns in fp8 with their scale, over the bytes in 16 bits.
 FP8_SHARE = 132 / 256
-# µs that a hop takes longer where numbers are put in fp8 before it and read back after it, a guess; and times the memory's time
-# that the numbers of long messages take for that. Two H200s, 40 MiB, in a row: 137 us, in 16 bits 125
-# (benchmarks/results/h200-x2-wire).
+# µs that a hop takes longer where numbers are put in fp8 before it and read back after it: a guess.
+# Times the memory's time that putting the numbers of long messages in fp8 and reading them back takes. Two H200s, 40 MiB, in a
+# row: 137 us, in 16 bits 125 (benchmarks/results/h200-x2-wire).
 FP8_LATENCY, FP8_PACE = 0.4, 2.4
 # Most ranks on which it was measured: of more ranks the norm is taken to last as long.
 NORM_RANKS = 4

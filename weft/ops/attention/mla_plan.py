@@ -107,7 +107,7 @@ def early_blocks_for(call: MLACall, caps: Capabilities) -> EarlyBlocks:
 class MLAPlan(Op):
     """Blocks of rows by the number of rows, and splits for as many programs as SMs hold.
 
-    On sm_90 blocks of 64 rows are early ones. One H200, 4,096 tokens, in brackets the other ones: 128 heads, 1, 32 and 128
+    On sm_90 blocks of 64 rows are early ones. One H200, 4,096 tokens, in brackets ``blocks``: 128 heads, 1, 32 and 128
     sequences 26.9 (28.5), 111 (152) and 397 (532) us, 64 heads 26.5 (28.3), 66.5 (88.1) and 204 (288); 16 heads, 128 sequences
     200 (156) (benchmarks/lab/h200-mla-early.json).
     """

@@ -381,7 +381,10 @@ register(ALL_REDUCE)
 
 
 def all_reduce_nodes(nodes: torch.Tensor, team: Team) -> torch.Tensor:
-    """Node above all ranks' ``nodes`` [8 / W, ...], contiguous, in their dtype."""
+    """Sum in the tree of all ranks' ``nodes`` [8 / W, ...], fp16 or bf16, contiguous.
+
+    Of the rest of the shape, in their dtype.
+    """
     call = CollectiveCall(nodes[0].nbytes, nodes.dtype, invariant=True)
     return ALL_REDUCE.run_of_nodes(ALL_REDUCE.plan(call, machine_of(team)).design, team, nodes, nodes.dtype)
 

@@ -140,7 +140,7 @@ class AllReduceRMSNorm(Op):
 
     def choose(self, call: NormCall, machine: Machine) -> Planned:
         if call.fp8_wire:
-            fp8_wire.check_machine(self.name, call.dtype, machine)
+            fp8_wire.check_call(self.name, call, machine)
         if call.invariant and call.design == AUTO:
             return tree_norm.planned(self.name, call, machine, self.default)
         if machine.nodes == 1:

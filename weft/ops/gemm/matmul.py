@@ -126,9 +126,9 @@ def matmul(
 
 
 def matmul_column_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8) -> torch.Tensor:
-    """``matmul(a, b, invariant=True)``, or its nodes fp32 [2, M, N], which the reader adds up and rounds.
+    """``matmul(a, b, invariant=True)`` [M, N], or its nodes [2, M, N], fp32.
 
-    Nodes where two programs share a tile. No gradients. ValueError as of that op.
+    Nodes, which the reader adds up and rounds, where two programs share a tile. No gradients. ValueError as of that op.
     """
     sliced.check("matmul", ScaledMatrix(a), b)
     if isinstance(b, Fp8):

@@ -93,17 +93,19 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks -> [M, N], bitwise the same on all ranks.
 
-    a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
-    host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in fp32,
-    in an order that depends on the tile only. Over several nodes a node's sums cross once, each part over one of its rails.
-    The loss is the sum of all ranks' losses, so the backward sums the result's gradient over the ranks, as that of
-    torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
-    weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
-    With an ``Fp8`` weight b (``matmul``) there are no gradients.
     invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K, the sum of all ranks' equal
                shares and a multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the
                dtype (fp16 or bf16); for an fp8 b, with scales of 128 columns, a multiple of 1,024
-    wire       "same": partial results travel as they are; "fp8", "auto": as of ``all_reduce``, after the GEMM
+    wire       "same": partial results travel as they are; "fp8", "auto": as of ``all_reduce``, after the GEMM: fp16 or bf16,
+               within one node
+
+    a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
+    host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32), unless ``wire`` says
+    fp8, and summed in fp32, in an order that depends on the tile only. Over several nodes a node's sums cross once, each part
+    over one of its rails. The loss is the sum of all ranks' losses, so the backward sums the result's gradient over the ranks,
+    as that of torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by
+    W, or uses weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md). With an ``Fp8``
+    weight b (``matmul``) there are no gradients.
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
@@ -120,9 +122,9 @@ def matmul_all_reduce(
 
 
 def matmul_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
-    """This rank's nodes of an invariant matmul_all_reduce, [count, M, N], not added up over the ranks.
+    """This rank's nodes of an invariant matmul_all_reduce, [count, M, N] of a's dtype.
 
-    For ``all_reduce_rms_norm(invariant=True)`` and ``all_reduce_nodes``. No gradients. ValueError as of that op.
+    Not added up over the ranks, for ``all_reduce_rms_norm(invariant=True)`` and ``all_reduce_nodes``. No gradients. ValueError as of that op.
     """
     sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if not isinstance(b, Fp8):

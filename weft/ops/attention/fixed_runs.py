@@ -256,8 +256,8 @@ def fixed_runs_for(head_dim: int, dtype: torch.dtype, caps: Capabilities, pairs:
     All fields but ``programs`` depend on the head, the dtype and the kind of GPU alone. A run of 512 positions is eight steps
     of 64 keys, enough for loads to overlap; early runs are half as long, since few programs share short contexts. One H200,
     8 KV heads, two stages: with runs of 256 throughout one sequence of 1,024 tokens takes 8.0 us in place of 12.3, of 16,384
-    30.8 in place of 26.1, and 128 of 1,024 tokens 143.7 in place of 141.2 (benchmarks/lab/h200-fixed-runs.json; with three stages, as here, only
-    runs of 512 were timed).
+    30.8 in place of 26.1, and 128 of 1,024 tokens 143.7 in place of 141.2 (benchmarks/lab/h200-fixed-runs.json). With three
+    stages, as here, only runs of 512 were timed.
     """
     itemsize = max(2, dtype.itemsize)
     block_n = max(16, min(128, (16 << 10) // (head_dim * itemsize)))

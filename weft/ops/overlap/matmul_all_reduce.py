@@ -124,7 +124,8 @@ def matmul_all_reduce(
 def matmul_nodes(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
     """This rank's nodes of an invariant matmul_all_reduce, [count, M, N] of a's dtype.
 
-    Not added up over the ranks, for ``all_reduce_rms_norm(invariant=True)`` and ``all_reduce_nodes``. No gradients. ValueError as of that op.
+    Not added up over the ranks, for ``all_reduce_rms_norm(invariant=True)`` and ``all_reduce_nodes``. No gradients.
+    ValueError as of that op.
     """
     sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if not isinstance(b, Fp8):

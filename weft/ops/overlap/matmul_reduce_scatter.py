@@ -91,9 +91,9 @@ def matmul_reduce_scatter(
                weft.ops.overlap.fp8_rows
 
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
-    on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32), unless ``wire``
-    says fp8, and summed in fp32, in an order that depends on the row only. Over several nodes, the sum of each node is rounded to that dtype once more,
-    and crosses once. With an ``Fp8`` weight b (``matmul``) there are no gradients.
+    on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32), unless
+    ``wire`` says fp8, and summed in fp32, in an order that depends on the row only. Over several nodes, the sum of each node is
+    rounded to that dtype once more, and crosses once. With an ``Fp8`` weight b (``matmul``) there are no gradients.
     Collective: all ranks call it, in the same order, on one stream. ValueError
     for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """

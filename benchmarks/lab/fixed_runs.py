@@ -20,7 +20,7 @@ from benchmarks.lab.skinny import BF16, Bench
 from weft import ops
 from weft.kernels.online_softmax import ScoreRule
 from weft.kernels.paged_cache import PagedCache
-from weft.ops.attention.fixed_runs import EARLY, Attended, Rows, attend_in_runs, fixed_runs_for
+from weft.ops.attention.fixed_runs import EARLY, Attended, Rows, attend_in_runs, fixed_runs_for, runs_of
 from weft.ops.local import capabilities_of
 from weft.runtime.files import put
 
@@ -91,7 +91,7 @@ def times(bench: Bench, batch: int, length: int) -> dict[str, float]:
     options = {"queries": 1, "tickets": tickets}
     for block_n, run, stages, early in VARIANTS:
         design = replace(base, block_n=block_n, run=run, num_stages=stages, early=early)
-        programs = min(2 * caps.sms // (batch * HEADS), design.runs(length))
+        programs = min(2 * caps.sms // (batch * HEADS), runs_of(length, run, early))
         design = replace(design, programs=max(1, programs))
         figures[f"{block_n} {run} {stages}" + f" early {early}" * (early > 0)] = timed(
             [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.costs.fitted import Fitted, Pushes
 from weft.costs.gpu import Gpu
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 
 # Bytes of a part of a row as it is sent, and programs of an SM, each with a part, of an all-reduce with a norm by default
 # (weft/ops/collectives/all_reduce_rms_norm.py).
@@ -90,7 +90,8 @@ def all_reduce_rms_norm(
     # Each rank adds up all rows, or its share. Programs that take several tiles wait for a hop before each.
     added = {
         "one_shot": (rows, NORM_PART * (1 + many), world_size * (of.longer if many else 1.0)),
-        "two_shot": (cdiv(rows, measured), NORM_PART, 1.0),
+        # W rows of a part in fp8 are in registers at once.
+        "two_shot": (cdiv(rows, measured), 1024 // next_power_of_2(world_size) if fp8_wire else NORM_PART, 1.0),
     }
 
     def taken(tiles: int, part: int, added: float) -> float:

@@ -112,12 +112,12 @@ def attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.
     length = tl.max(lengths, axis=0)
     largest, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, LATENT), tl.float32)
-    page = pages_at(table, start, end, local, SIZES.page)
+    page = pages_held(table, start, end, local, SIZES.page)
     for at in tl.range(start, end, BLOCK_N, num_stages=TILE.stages):
         k = tl.load(rows_at(cache + column, page, at, end, local, SIZES))
         k_rope = tl.load(rows_at(cache + rope, page, at, end, local, SIZES))
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
-        page = pages_at(table, at + BLOCK_N, end, local, SIZES.page)
+        page = pages_held(table, at + BLOCK_N, end, local, SIZES.page)
         if at < end:
             if at < length:
                 score, rotary = tl.dot(x, k.T, input_precision="ieee"), tl.dot(x_rope, k_rope.T, input_precision="ieee")
@@ -133,11 +133,24 @@ def attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.
 
 
 @triton.jit
+def pages_held(table, start, end, local, PAGE: tl.constexpr):
+    """``pages_at``, with the page of token end - 1 from ``end`` on, if ``start`` is before it.
+
+    So a row that no token asks for is one of the sequence's own: its weight is 0, and 0 times a NaN of another page is NaN.
+    """
+    if local.numel <= PAGE:
+        return pages_at(table, start, end, local, PAGE)
+    else:
+        token = tl.minimum(start + local, end - 1)
+        return tl.load(table + token // PAGE, mask=(local >= 0) & (start < end), other=0)
+
+
+@triton.jit
 def rows_at(columns, page, start, end, local, SIZES: tl.constexpr):
     """Pointers to ``columns`` of tokens start + ``local``, but of token end - 1 from there on.
 
     Loads then need no mask, whose predicates, with the addresses of rows, take registers that the sums need.
-    columns  pointers [1, COLUMNS] to columns of the cache's first row; page: the tokens', which ``pages_at`` has given
+    columns  pointers [1, COLUMNS] to columns of the cache's first row; page: the tokens', which ``pages_held`` has given
     """
     token = tl.minimum(local, end - start - 1)
     if local.numel <= SIZES.page:

@@ -46,7 +46,7 @@ PLANTED_IN_EARLY = {
     "no rotary part in early scores": ("(score + rotary) * scale", "score * scale"),
     "early rows after the last token": ("tl.minimum(local, end - start - 1)", "local"),
     "early rows from a page's first on": ("cell_of(page, 0, start % SIZES.page, SIZES)", "cell_of(page, 0, 0, SIZES)"),
-    "a stale early page": PLANTED["a stale page"],
+    "a stale early page": ("page = pages_held(table, at + BLOCK_N,", "page = pages_held(table, at,"),
     "the last early step is dropped": ("if at < end:", "if at + BLOCK_N < end:"),
     "early tokens see those after them": ("< lengths[:, None], (score", "< end, (score"),
     "early": ("", ""),
@@ -190,6 +190,30 @@ def test_queries_may_lie_heads_first_and_calls_repeat():
         for _ in range(2):
             for result, wanted in zip(ops.mla_decode_attention(**one), expected, strict=True):
                 assert_identical(result, wanted)
+
+    weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("kind", [LatentBlocks, EarlyBlocks])
+def test_a_page_of_no_sequence_changes_nothing(kind, page):
+    """Page 0 is NaN throughout; a step has 64 tokens, of one page or of several."""
+    design = kind(block_m=16, block_n=64, least=64, splits=2, num_warps=1)
+
+    def main(team):
+        draw, count = torch.Generator().manual_seed(page), 128 // page
+        q, q_rope = torch.randn(3, 4, 16, generator=draw), torch.randn(3, 4, 16, generator=draw)
+        cache = torch.randn(1 + 3 * count, page, 32, generator=draw)
+        pages = 1 + torch.arange(3 * count, dtype=torch.int32).view(3, count)
+        lengths = torch.tensor([33, 70, 1], dtype=torch.int32)
+        results = []
+        for unused in (0.0, float("nan")):
+            cache[0] = unused
+            given = attention.MLAArguments(q, q_rope, cache, Sequences(pages, lengths), 0.2)
+            results.append(OP.run(design, None, given))
+        for result, expected in zip(*results, strict=True):
+            assert_identical(result, expected)
+            assert result.isfinite().all()
 
     weft.simulate(main, 1)
 

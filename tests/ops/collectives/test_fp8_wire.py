@@ -181,6 +181,15 @@ def test_over_nodes_is_refused():
         ALL_REDUCE.plan(ALL_REDUCE.call_of(((4, 256),), BF16, team_of(4, 2), fp8_wire=True), team_of(4, 2))
 
 
+@pytest.mark.parametrize("op", [ALL_REDUCE, ALL_REDUCE_RMS_NORM], ids=lambda op: op.name)
+def test_gpus_without_e4m3_are_refused(op):
+    here = machine(capabilities.simulated(2, like="a100"), 2)
+    call = op.call_of(((512, 5120),), BF16, here)
+    assert fp8_wire.asked(op, "auto", call, here) == call
+    with pytest.raises(ValueError, match="on sm_80, which has no conversion"):
+        op.plan(fp8_wire.asked(op, "fp8", call, here), here)
+
+
 def same_as_torch(team):
     """Whether results on this GPU, of a call and of replays of four in a row, have the bits that torch computes on the host.
 

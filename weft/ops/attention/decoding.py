@@ -132,7 +132,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
         elif call.turns(caps) and pairs <= FEWEST_PAIRS:
             block_n *= 2
     splits = splits_of(call.pairs, call.tokens, per_sm * caps.sms, least)
-    if splits == 1 and call.turns(caps) and pairs <= caps.sms:
+    if splits == 1 and caps.arch in ("sm_90", "sm_100") and call.turns(caps) and pairs <= caps.sms:
         block_n = max(block_n, 64)
     return SplitKV(
         block_n=block_n,

@@ -19,7 +19,8 @@ two_shot sends the sums in fp8 too. In 16 bits they would leave 3/4 of bf16's by
 first term, of W roundings; the second rounding is one more, of a number as large as its summands. Two ranks send as much in
 one hop as in two, so their all-reduce takes one_shot.
 
-NaN and infinities become NaN, as e4m3 has no infinity; a sum beyond x's dtype is infinite. -0.0 may come out as +0.0.
+NaN and infinities become NaN, as e4m3 has no infinity; a sum beyond x's dtype is infinite, in two shots a sum beyond fp32 is
+NaN. -0.0 may come out as +0.0.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def asked(op: Any, wire: str, call: Any, machine: Machine) -> Any:
 
 
 def _pays(op: Any, call: Any, in_fp8: Any, machine: Machine) -> bool:
-    if machine.world_size == 1 or machine.nodes > 1 or call.dtype not in HALVES or call.design != AUTO:
+    if machine.world_size == 1 or call.design != AUTO or getattr(call, "invariant", False):
         return False
-    if getattr(call, "invariant", False):
+    try:
+        check_machine(op.name, call.dtype, machine)
+    except ValueError:
         return False
     # More ranks may take two shots, whose wide tiles gave wrong sums on two H200s before a mend that no GPU has run.
     if machine.world_size > 2 and op.name != "all_reduce_rms_norm":
@@ -91,6 +94,8 @@ def check_machine(op: str, dtype: torch.dtype, machine: Machine) -> None:
         )
     if machine.nodes > 1:
         raise ValueError(f"{op}: wire='fp8' is for one node, and the team has {machine.nodes}; leave wire out")
+    if machine.world_size > 1:
+        check_e4m3(op, machine.caps)
 
 
 def all_reduce(design: OneShot | TwoShot, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:

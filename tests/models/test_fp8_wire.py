@@ -70,6 +70,11 @@ def test_over_nodes_and_with_adapters_it_is_refused():
     weft.simulate(main, 4, node_size=2)
     with pytest.raises(ValueError, match="wire='fp8' with invariant=True: sums of another number of ranks"):
         EngineConfig(wire="fp8", invariant=True)
+    with pytest.raises(ValueError, match="lora with wire='auto': sums with adapters travel in 16 bits; leave out one"):
+        EngineConfig(wire="auto", lora={"a": "folder"})
+    for wire in ("bf16", None):
+        with pytest.raises(ValueError, match=f"wire={wire!r} is not one of"):
+            EngineConfig(wire=wire)
 
     def adapters(team):
         model = Decoder.from_pretrained(PATHS["adder"], team, dtype=torch.bfloat16, wire="fp8")

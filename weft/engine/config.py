@@ -216,6 +216,8 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} with pipeline_parallel={self.pipeline_parallel}: {what} for one stage; leave out one"
                 )
+        if self.wire != "same" and self.lora is not None:
+            raise ValueError(f"lora with wire={self.wire!r}: sums with adapters travel in 16 bits; leave out one")
         if self.invariant or self.mode == "invariant":
             self._check_invariant()
             object.__setattr__(self, "invariant", True)

@@ -53,11 +53,16 @@ MOST_COLUMNS = 2**31 - 2**20
 
 
 def asked(op: Any, wire: str, call: Any, machine: Machine) -> Any:
-    """``call`` of ``op`` with the rows' format: "auto" takes fp8 where that is predicted to be faster."""
+    """``call`` of ``op`` with the rows' format: "auto" takes fp8 where that is predicted to be faster.
+
+    ValueError for "fp8" on ranks whose GPUs have no e4m3.
+    """
     if wire == "same":
         return call
     in_fp8 = call._replace(fp8_wire=True)
     if wire == "fp8":
+        if machine.world_size > 1:
+            check_e4m3(op.name, machine.caps)
         return in_fp8
     return once(("wire", op.name, call, machine), lambda: in_fp8 if _pays(op, call, in_fp8, machine) else call)
 
@@ -67,6 +72,7 @@ def _pays(op: Any, call: Any, in_fp8: Any, machine: Machine) -> bool:
         return False
     try:
         check_machine(op.name, call.dtype, machine)
+        check_e4m3(op.name, machine.caps)
     except ValueError:
         return False
     # More ranks may take two shots, whose wide tiles gave wrong sums on two H200s before a mend that no GPU has run.
@@ -94,8 +100,6 @@ def check_machine(op: str, dtype: torch.dtype, machine: Machine) -> None:
         )
     if machine.nodes > 1:
         raise ValueError(f"{op}: wire='fp8' is for one node, and the team has {machine.nodes}; leave wire out")
-    if machine.world_size > 1:
-        check_e4m3(op, machine.caps)
 
 
 def all_reduce(design: OneShot | TwoShot, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:

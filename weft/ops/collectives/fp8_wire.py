@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -44,21 +44,26 @@ from weft.runtime.arithmetic import cdiv
 from weft.transport.push import launch
 
 if TYPE_CHECKING:
-    from weft.ops.collectives.all_reduce import AllReduce
-    from weft.ops.collectives.all_reduce_rms_norm import AllReduceRMSNorm
     from weft.ops.gemm.gemm_op import GemmCall
-    from weft.ops.overlap.sequential import Overlapped
     from weft.runtime.team.team import Team
-
-Call = TypeVar("Call", "CollectiveCall", "NormCall", "GemmCall")
 
 WIRES = ("same", "fp8", "auto")
 DESIGNS = (AUTO, "one_shot", "two_shot")
 # Elements up to which rows of whole groups are one row: the kernel counts a row's columns in 32 bits.
 MOST_COLUMNS = 2**31 - 2**20
+Call = TypeVar("Call", "CollectiveCall", "NormCall", "GemmCall")
 
 
-def asked(op: AllReduce | AllReduceRMSNorm | Overlapped, wire: str, call: Call, machine: Machine) -> Call:
+class Timed(Protocol):
+    """An op whose designs are judged by predicted times."""
+
+    name: str
+
+    def times(self, call: Call, machine: Machine) -> dict[str, float]:
+        """Predicted µs by design."""
+
+
+def asked(op: Timed, wire: str, call: Call, machine: Machine) -> Call:
     """``call`` of ``op`` with the rows' format: "auto" takes fp8 where that is predicted to be faster.
 
     ValueError for "fp8" on ranks whose GPUs have no e4m3.
@@ -73,7 +78,7 @@ def asked(op: AllReduce | AllReduceRMSNorm | Overlapped, wire: str, call: Call, 
     return once(("wire", op.name, call, machine), lambda: in_fp8 if _pays(op, call, in_fp8, machine) else call)
 
 
-def _pays(op: AllReduce | AllReduceRMSNorm | Overlapped, call: Call, in_fp8: Call, machine: Machine) -> bool:
+def _pays(op: Timed, call: Call, in_fp8: Call, machine: Machine) -> bool:
     if machine.world_size == 1 or call.design != AUTO or getattr(call, "invariant", False):
         return False
     try:

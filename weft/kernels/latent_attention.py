@@ -83,9 +83,7 @@ def attend_to_latents(x, x_rope, cache, table, lengths, start, end, scale, SIZES
         p = tl.exp2(score - new[:, None])
         total, acc = accumulate(p, k, new, largest, total, acc)
         largest = new
-    # No tokens: 0 / 1.
-    divisor = tl.where(total > 0, total, 1.0)
-    return acc / divisor[:, None], tl.where(total > 0, largest + tl.log2(divisor), float("-inf"))
+    return mean_of(largest, total, acc)
 
 
 @triton.jit
@@ -128,6 +126,12 @@ def attend_early(x, x_rope, cache, table, lengths, start, end, scale, SIZES: tl.
             p = tl.exp2(score - new[:, None])
             total, acc = accumulate(p, k, new, largest, total, acc)
             largest = new
+    return mean_of(largest, total, acc)
+
+
+@triton.jit
+def mean_of(largest, total, acc):
+    """(mean, log2 of the sum of weights, -inf without tokens) of rows after their last step."""
     divisor = tl.where(total > 0, total, 1.0)
     return acc / divisor[:, None], tl.where(total > 0, largest + tl.log2(divisor), float("-inf"))
 

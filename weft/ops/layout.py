@@ -33,7 +33,8 @@ class Layout:
         hints, parameters = get_type_hints(forward), inspect.signature(forward).parameters
         self._kinds = [_kind(hints[name]) for name in parameters]
         alone = len(parameters) == 1
-        flat = [one for name, p in parameters.items() for one in _parameters(name, hints[name], p.default, alone)]
+        given = {name: alone or p.default is not inspect.Parameter.empty for name, p in parameters.items()}
+        flat = [one for name, p in parameters.items() for one in _parameters(name, hints[name], p.default, given[name])]
         results = None if hints["return"] is type(None) else hints["return"]
         self._signature = inspect.Signature(flat, return_annotation=results)
         self.defaults = {one.name: one.default for one in flat}

@@ -65,6 +65,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8_words import WORDS
 from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import Launch
@@ -80,8 +81,6 @@ STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)
-# Words of four e4m3 under a scale, in the "fp8" transport.
-WORDS_OF_SCALE: tl.constexpr = tl.constexpr(32)
 # Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and a warp's
 # stores to a peer fill whole packets.
 LINE_BYTES: tl.constexpr = tl.constexpr(128)
@@ -126,7 +125,7 @@ def key_bytes(transport, world_size, row_bytes):
     """Bytes of keys, or of scales, after the rows of a stage; also for the host."""
     if transport == "lamport":
         return 0
-    line, of_row = LINE_BYTES.value, KEY_BYTES.value if transport == "keyed" else row_bytes // WORDS_OF_SCALE.value
+    line, of_row = LINE_BYTES.value, KEY_BYTES.value if transport == "keyed" else row_bytes // WORDS.value
     return -(-world_size * of_row // line) * line
 
 

@@ -44,10 +44,12 @@ from weft.ops.collectives import all_reduce, cases, fp8_wire, tree_norm
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import (
     OWN_FIRST,
+    PLAIN_SUMS,
     RANK_ORDER,
     CollectiveCall,
     NormCall,
     OneShot,
+    Sums,
     TwoShot,
     checked_shape,
 )
@@ -121,7 +123,7 @@ class AllReduceRMSNorm(Op):
     form = "rows"
     dtypes = FLOATS
     variants = options = ("invariant", "fp8_wire")
-    spans_nodes = True
+    spans_nodes = on_many_ranks = True
     differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
     def call_of(
@@ -265,13 +267,11 @@ class AllReduceRMSNorm(Op):
 
     cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 
-    def plan_of(
-        self, residual: torch.Tensor, team: Team, algorithm: str, invariant: bool = False, wire: str = "same"
-    ) -> Design:
+    def plan_of(self, residual: torch.Tensor, team: Team, sums: Sums) -> Design:
         """Design for tensors of the shape and dtype of ``residual``."""
         row_bytes, here = residual.shape[-1] * residual.itemsize, machine_of(team)
-        call = NormCall(residual.nbytes, row_bytes, residual.dtype, algorithm, invariant)
-        return self.plan(fp8_wire.asked(self, wire, call, here), here).design
+        call = NormCall(residual.nbytes, row_bytes, residual.dtype, sums.algorithm, sums.invariant)
+        return self.plan(fp8_wire.asked(self, sums.wire, call, here), here).design
 
     def run(
         self,
@@ -361,24 +361,21 @@ class AllReduceRMSNorm(Op):
         weight: torch.Tensor,
         eps: float,
         team: str,
-        algorithm: str,
-        invariant: bool = False,
-        wire: str = "same",
+        sums: Sums = PLAIN_SUMS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        return self.run(self.plan_of(residual, members, algorithm, invariant, wire), members, x, residual, weight, eps)
+        return self.run(self.plan_of(residual, members, sums), members, x, residual, weight, eps)
 
-    def fake(self, x, residual, weight, eps, team, algorithm, invariant=False, wire="same"):
-        return self.like(residual, team, algorithm)
+    def fake(self, x, residual, weight, eps, team, sums):
+        return self.like(residual, team, sums)
 
     def like(
         self,
         residual: torch.Tensor,
         team: str,
-        algorithm: str,
+        sums: Sums,
         deferred: bool = False,
         format: RowFormat | None = None,
-        wire: str = "same",
     ) -> tuple[torch.Tensor, ...]:
         """Empty tensors like the results of ``run``."""
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -386,7 +383,7 @@ class AllReduceRMSNorm(Op):
         if not deferred:
             beside = format is not None and format.beside
             return *made, hidden, *(torch.empty_like(hidden) for _ in range(beside))
-        plan = push_of(self.plan_of(residual, find_team(team), algorithm, wire=wire), residual.itemsize, format)
+        plan = push_of(self.plan_of(residual, find_team(team), sums), residual.itemsize, format)
         parts = parts_of(residual.shape[-1] * residual.itemsize, residual.itemsize, plan)
         return *made, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
@@ -403,15 +400,14 @@ class AllReduceDeferredNorm(Op):
         residual: torch.Tensor,
         weight: torch.Tensor,
         team: str,
-        algorithm: str,
-        wire: str = "same",
+        sums: Sums = PLAIN_SUMS,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, wire=wire)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, sums)
         return ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, 0.0, deferred=True)
 
-    def fake(self, x, residual, weight, team, algorithm, wire="same"):
-        return ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred=True, wire=wire)
+    def fake(self, x, residual, weight, team, sums):
+        return ALL_REDUCE_RMS_NORM.like(residual, team, sums, deferred=True)
 
 
 class AllReduceRMSNormFp8(Op):
@@ -430,19 +426,17 @@ class AllReduceRMSNormFp8(Op):
         weight: torch.Tensor,
         eps: float,
         team: str,
-        algorithm: str,
+        sums: Sums,
         deferred: bool,
         format: RowFormat,
-        invariant: bool = False,
-        wire: str = "same",
     ) -> list[torch.Tensor]:
         members = find_team(team)
         check_e4m3("all_reduce_rms_norm", members.caps)
-        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm, invariant, wire)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, sums)
         return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
 
-    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format, invariant=False, wire="same"):
-        return list(ALL_REDUCE_RMS_NORM.like(residual, team, algorithm, deferred, format, wire))
+    def fake(self, x, residual, weight, eps, team, sums, deferred, format):
+        return list(ALL_REDUCE_RMS_NORM.like(residual, team, sums, deferred, format))
 
 
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
@@ -579,15 +573,16 @@ def all_reduce_rms_norm(
             )
     check_row(residual.shape[-1], residual.itemsize)
     check_rounds(op, fp8, "residual", residual, beside=True)
+    sums = Sums(algorithm, invariant, wire)
     if fp8 is not None:
         if factored and fp8.beside:
             raise ValueError(f"{op}: fp8.beside=True with factored=True, whose rows are not whole; pass one of the two")
-        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8, invariant, wire
-        rows, scales, hidden, *more = _FP8.dispatch(*arguments)
+        of_norm = weight, 0.0 if factored else eps
+        rows, scales, hidden, *more = _FP8.dispatch(x, residual, *of_norm, team.name, sums, factored, fp8)
         if factored:
             return DeferredNorm(fp8_of(rows, scales, fp8), *more, eps), hidden
         return written_of(rows, scales, fp8, more), hidden
     if factored:
-        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm, wire)
+        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, sums)
         return DeferredNorm(scaled, squares, eps), hidden
-    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm, invariant, wire)
+    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, sums)

@@ -64,6 +64,17 @@ class NormCall(NamedTuple):
     fp8_wire: bool = False
 
 
+class Sums(NamedTuple):
+    """How a call asks for sums over the ranks: each field as of ``weft.ops.all_reduce``."""
+
+    algorithm: str = AUTO
+    invariant: bool = False
+    wire: str = "same"
+
+
+PLAIN_SUMS = Sums()
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:

@@ -26,6 +26,7 @@ from weft.kernels.fp8 import E4M3, Fp8, RowFormat, check_e4m3, fp8_of
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
+from weft.ops.collectives.collective import Sums
 from weft.ops.local import check_rounds, check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.check import check_routing
 from weft.ops.moe.choices import draw_ids, experts_of
@@ -255,7 +256,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             ids, weights = (tensor.contiguous() for tensor in given.routing)
             summand = Shared.of(shared, gate)
             summed = PairSum(y, tl.constexpr(ids.shape[1]), ids, weights, count, 2 * first + 3, *summand[:3])
-        by = ALL_REDUCE_RMS_NORM.plan_of(given.residual, team, design.norm)
+        by = ALL_REDUCE_RMS_NORM.plan_of(given.residual, team, Sums(design.norm))
         if given.format is not None:
             check_e4m3(self.name, team.caps)
         of_norm = given.residual, given.norm, given.eps, given.deferred, given.format
@@ -275,8 +276,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         check_distinct(self.name, given["ids"])
 
     def fake(self, given: PairsArguments) -> tuple[torch.Tensor, ...]:
-        by = self.planned(given, find_team(given.team)).design.norm
-        like = ALL_REDUCE_RMS_NORM.like(given.residual, given.team, by, given.deferred, given.format)
+        sums = Sums(self.planned(given, find_team(given.team)).design.norm)
+        like = ALL_REDUCE_RMS_NORM.like(given.residual, given.team, sums, given.deferred, given.format)
         return self._with_all(given, like)
 
     # --- judging -----------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
 from weft.ops.overlap.eager import submit
-from weft.ops.overlap.fp8_weights import OverlappedFp8
+from weft.ops.overlap.fp8_weights import Asked, OverlappedFp8
 from weft.ops.overlap.gathered import begin_gather, gathered_in_sequence, with_scales
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized
 from weft.ops.overlap.pipelined import CHUNKS, check_pipelined, pieces_of, runs_of
@@ -105,7 +105,7 @@ def all_gather_matmul(
             raise ValueError(
                 "all_gather_matmul: return_gathered=True with an fp8 weight; gather the rows by all_gather"
             )
-        results = _FP8.call_with(a_shard, [b] if isinstance(b, Fp8) else b, team, own_first)
+        results = _FP8.call_with(a_shard, [b] if isinstance(b, Fp8) else b, team, Asked(own_first))
         return results[0] if isinstance(b, Fp8) else results
     if isinstance(b, torch.Tensor) and not return_gathered:
         check_operands("all_gather_matmul", a_shard, b, device, "a_shard")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ from weft.runtime.team.team import find_team
 if TYPE_CHECKING:
     from weft.ops.overlap.sequential import Overlapped
     from weft.runtime.team.team import Team
+
+
+class Asked(NamedTuple):
+    """Options of a call with fp8 weights: each field as of an op that takes it."""
+
+    own_first: bool = False
+    invariant: bool = False
+    wire: str = "same"
 
 
 class OverlappedFp8(Op):
@@ -36,15 +44,9 @@ class OverlappedFp8(Op):
         a: Operand,
         weights: Sequence[Fp8],
         team: Team,
-        own_first: bool,
-        name: str = "a",
-        invariant: bool = False,
-        wire: str = "same",
+        asked: Asked,
     ) -> list[torch.Tensor]:
-        """Results for each weight, of unchecked operands.
-
-        name  of ``a`` in messages; invariant, wire: of an op that takes them
-        """
+        """Results for each weight, of unchecked operands."""
         op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
             raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
@@ -55,9 +57,7 @@ class OverlappedFp8(Op):
             raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
         data, scales = (a.data, a.scales) if isinstance(a, Fp8) else (a, None)
         matrices, their_scales = [one.data for one in weights], [one.scales for one in weights]
-        return self.dispatch(
-            data, scales, matrices, their_scales, first.input_scale, team.name, own_first, invariant, wire
-        )
+        return self.dispatch(data, scales, matrices, their_scales, first.input_scale, team.name, asked)
 
     def forward(
         self,
@@ -67,25 +67,23 @@ class OverlappedFp8(Op):
         scales: Sequence[torch.Tensor],
         input_scale: torch.Tensor | None,
         team: str,
-        own_first: bool,
-        invariant: bool = False,
-        wire: str = "same",
+        asked: Asked,
     ) -> list[torch.Tensor]:
         members, rows = find_team(team), a if a_scales is None else Fp8(a, a_scales)
         bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
-        options: dict[str, Any] = {"invariant": True} if invariant else {}
-        options |= {} if wire == "same" else {"wire": wire}
+        options: dict[str, Any] = {"invariant": True} if asked.invariant else {}
+        options |= {} if asked.wire == "same" else {"wire": asked.wire}
         results = self._empty(a, weights, members)
         submit(
             self.name,
             members,
             (rows, *bs, *results),
-            (own_first, invariant, wire, len(bs)),
-            lambda: self.of.planned(members, rows, bs, own_first, into=results, **options),
+            (*asked, len(bs)),
+            lambda: self.of.planned(members, rows, bs, asked.own_first, into=results, **options),
         )
         return results
 
-    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first, invariant=False, wire="same"):
+    def fake(self, a, a_scales, weights, scales, input_scale, team, asked):
         return self._empty(a, weights, find_team(team))
 
     def _empty(self, a: torch.Tensor, weights: Sequence[torch.Tensor], team: Team) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from weft.ops.layout import Given
 from weft.ops.op import INVARIANT, register
 from weft.ops.overlap import cases, fused_reduce, sliced_reduce
 from weft.ops.overlap.eager import submit
-from weft.ops.overlap.fp8_weights import OverlappedFp8
+from weft.ops.overlap.fp8_weights import Asked, OverlappedFp8
 from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, padded_to, quantized, rows_at
@@ -116,7 +116,7 @@ def matmul_all_reduce(
     if invariant:
         sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
     if isinstance(b, Fp8):
-        return _FP8.call_with(a, [b], team, False, invariant=invariant, wire=wire)[0]
+        return _FP8.call_with(a, [b], team, Asked(invariant=invariant, wire=wire))[0]
     check_operands("matmul_all_reduce", a, b, device)
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant, wire)
 

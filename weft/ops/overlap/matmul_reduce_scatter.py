@@ -29,7 +29,7 @@ from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_rows import add_words_up, words_of_row
-from weft.ops.overlap.fp8_weights import OverlappedFp8
+from weft.ops.overlap.fp8_weights import Asked, OverlappedFp8
 from weft.ops.overlap.fused_reduce import Fused, piece_for
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized, rows_at
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
@@ -107,7 +107,7 @@ def matmul_reduce_scatter(
         check_choice("matmul_reduce_scatter", "wire", wire, fp8_wire.WIRES)
     check_divides("matmul_reduce_scatter", "M", a.shape[0], team.size)
     if isinstance(b, Fp8):
-        return _FP8.call_with(a, [b], team, own_first, wire=wire)[0]
+        return _FP8.call_with(a, [b], team, Asked(own_first, wire=wire))[0]
     return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first, wire)
 
 

@@ -55,6 +55,7 @@ class Overlapped(GemmOp):
     """
 
     spans_nodes = True
+    on_many_ranks = False
     judged: ClassVar[tuple[str, ...]]
     designs_in_fp8: ClassVar[tuple[str, ...]] = ()
     predict: ClassVar[Callable[..., dict[str, float]]]

@@ -24,12 +24,21 @@ SIZES = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+# Heads and features of a GPU's usual tiles.
+LARGER = SIZES | {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
 PROMPTS = torch.randint(0, 60, (2, 21), generator=torch.Generator().manual_seed(0))
 
 
-def model_of(kind="Qwen3"):
+def model_of(kind="Qwen3", sizes=SIZES):
     torch.manual_seed(0)
-    sizes = SIZES if kind == "Qwen3" else {name: size for name, size in SIZES.items() if name != "head_dim"}
+    sizes = sizes if kind == "Qwen3" else {name: size for name, size in sizes.items() if name != "head_dim"}
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -44,16 +53,17 @@ def directory(tmp_path_factory):
     return path
 
 
-def trained(team):
+def trained(team, sizes=SIZES):
     """(log-probabilities of the prompts' tokens, gradients of some weights)"""
-    model = model_of()
+    model = model_of(sizes=sizes).to(team.device)
     replace(model, team, mode="invariant")
-    logits = model(PROMPTS, use_cache=False).logits
-    logprobs = token_logprobs(logits[:, :-1], PROMPTS[:, 1:])
+    prompts = PROMPTS.to(team.device)
+    logits = model(prompts, use_cache=False).logits
+    logprobs = token_logprobs(logits[:, :-1], prompts[:, 1:])
     logprobs.sum().backward()
     layer = model.model.layers[0]
     weights = model.model.norm.weight, model.lm_head.weight, layer.mlp.layer.down_proj.weight
-    return logprobs.detach(), [weight.grad for weight in weights]
+    return logprobs.detach().cpu(), [weight.grad.cpu() for weight in weights]
 
 
 def scored(team, directory):
@@ -77,6 +87,17 @@ def test_a_trainer_computes_the_engines_log_probabilities_bit_for_bit(directory)
         by_rank = weft.simulate(trained, world_size)
         for logprobs, _ in by_rank:
             assert_identical(logprobs, expected, what=f"{world_size} ranks")
+
+
+@pytest.mark.gpu(2)
+def test_on_gpus_a_trainer_computes_the_engines_log_probabilities_bit_for_bit(tmp_path):
+    model_of(sizes=LARGER).save_pretrained(tmp_path)
+    [expected] = weft.launch(scored, 1, "cuda", args=(tmp_path,))
+    for world_size in (1, 2):
+        by_rank = weft.launch(trained, world_size, "cuda", args=(LARGER,))
+        for logprobs, gradients in by_rank:
+            assert_identical(logprobs, expected, what=f"{world_size} GPUs")
+            assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
 
 
 def test_gradients_are_those_of_the_untouched_model():

@@ -25,6 +25,12 @@ def scale_kernel(out, x, n, factor, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
 
 
+@triton.jit
+def shift_kernel(out, x, BLOCK: tl.constexpr, DOUBLED: tl.constexpr = False, BY: tl.constexpr = 1):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at) * (2 if DOUBLED else 1) + BY)
+
+
 def kind_of(*arguments):
     kind = []
     launching._describe(arguments, kind)
@@ -145,6 +151,17 @@ def test_a_kind_of_arguments_is_compiled_once(made):
         (3, 7, (3, 2.0, 4)),
         (32, 7, (32, 2.0, 4)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("constants", "given"), [({}, (4, False, 1)), ({"BY": 5}, (4, False, 5)), ({"DOUBLED": True}, (4, True, 1))]
+)
+def test_a_kept_kernel_is_given_the_defaults_that_no_constant_replaces(made, constants, given):
+    launch = Launch(shift_kernel, {"BLOCK": 4, **constants, "num_warps": 1})
+    for _ in range(2):
+        launch(1, X, X)
+    ((kernel, *_),) = launch._compiled.values()
+    assert kernel.ran[-1][-5:] == (X.data_ptr(), X.data_ptr(), *given)
 
 
 def test_tensors_are_passed_as_addresses(made):

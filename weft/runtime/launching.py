@@ -29,7 +29,8 @@ class Launch:
     """A kernel with the values of its constexpr parameters and its compiler options.
 
     kernel     a ``@triton.jit`` function whose constexpr parameters come last
-    constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them
+    constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them; those that
+               have a default may be left out
     fixed      arguments that are the same in every call; they come after the first ``before`` arguments
 
     The first call with arguments of a kind goes through Triton, which compiles; later ones launch the compiled kernel. Where
@@ -42,7 +43,12 @@ class Launch:
         self, kernel: JITFunction, constants: Mapping[str, Any], fixed: tuple[Any, ...] = (), before: int = 0
     ) -> None:
         self._kernel, self._constants, self._fixed, self._before = kernel, dict(constants), fixed, before
-        self._constexprs = tuple(constants[p.name] for p in kernel.params if p.is_constexpr and p.name in constants)
+        # Triton's launcher, which a kept kernel is given to, knows no defaults.
+        self._constexprs = tuple(
+            constants.get(p.name, p.default)
+            for p in kernel.params
+            if p.is_constexpr and (p.name in constants or p.has_default)
+        )
         self._addresses = _with_addresses(fixed)
         self._compiled: dict[tuple, tuple[CompiledKernel, Callable[..., None], tuple]] = {}
 

@@ -125,7 +125,7 @@ def captured(team):
 
 def dropped(team):
     """Bits after more graphs than are kept, in a team of its own that is closed."""
-    other = weft.init(heap_bytes=256 << 20)
+    other = weft.init(heap_bytes=team.size * 256 << 20)
     most, replays.MOST_GRAPHS = replays.MOST_GRAPHS, 8
     try:
         wrong, counts = bits(other, {*range(other.size)})

@@ -150,3 +150,18 @@ def sums_of(kernel: Any) -> list[tuple[str, str]]:
         for body, (shape, layout) in zip(bodies, reductions, strict=True)
         if "arith.addf" in body
     ]
+
+
+def pairs_taken_apart(kernel: Any) -> list[str]:
+    """Pairs of bytes in PTX whose register is put beside one that nothing has written, and is read once more.
+
+    ptxas 12.8, of Triton 3.6, may then read the pair from a register that nothing has written.
+    """
+    code = kernel.asm["ptx"]
+    begin = r"^\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+"
+    written = {*re.findall(begin + r"(%rs\d+)[,;]", code, re.MULTILINE)}
+    for several in re.findall(begin + r"\{([^}]*)\}", code, re.MULTILINE):
+        written |= {*re.findall(r"%rs\d+", several)}
+    beside = re.findall(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\};", code)
+    halves = [pair for pair, upper in beside if pair in written and upper not in written]
+    return [pair for pair in halves if len(re.findall(rf"{pair}\b", code)) > 2]

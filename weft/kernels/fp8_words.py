@@ -45,9 +45,12 @@ def words_of(x):
     """(words [G * 32], scales [G]) of groups ``x`` [G, 128]."""
     GROUPS: tl.constexpr = x.shape[0]
     rows, scales = quantized(in_one_layout(x))
-    octets = rows.to(tl.uint8, bitcast=True).to(tl.int32).reshape(GROUPS * WORDS, 4)
+    # In pairs, as a conversion makes them. Where a pair comes apart, ptxas 12.8 of Triton 3.6 may take its upper byte from a
+    # register that nothing has written: sums of four octets had wrong bytes on H200s, in tiles of 32 columns a thread and more.
+    octets = rows.to(tl.uint8, bitcast=True).to(tl.int32).reshape(GROUPS * WORDS, 2, 2)
     # Disjoint bits: their sum is their union.
-    words = tl.sum(octets << (8 * tl.arange(0, 4))[None, :], axis=1)
+    pairs = tl.sum(octets << (8 * tl.arange(0, 2))[None, None, :], axis=2)
+    words = tl.sum(pairs << (16 * tl.arange(0, 2))[None, :], axis=1)
     return tl.where(words == UNWRITTEN, 0, words), scales.reshape(GROUPS)
 
 

@@ -1,9 +1,12 @@
 """Rows of all-reduces that travel in fp8: cases, the stated bound on their error, refused arguments, planted bugs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import weft
+from tests.compiling import a_view, compiled, pairs_taken_apart
 from tests.ops.checking import assert_identical, check_replicated, run_cases
 from tests.ops.layer_cases import mutated
 from tests.sampled import sampled
@@ -188,6 +191,31 @@ def test_gpus_without_e4m3_are_refused(op):
     assert fp8_wire.asked(op, "auto", call, here) == call
     with pytest.raises(ValueError, match="on sm_80, which has no conversion"):
         fp8_wire.asked(op, "fp8", call, here)
+
+
+@pytest.mark.parametrize(("world_size", "row_bytes", "num_warps"), [(4, 4096, 16), (8, 512, 2)])
+def test_no_pair_of_bytes_comes_apart(world_size, row_bytes, num_warps):
+    """As ptxas 12.8 takes them wrong: with four octets in one sum, every eighth column of these tiles was wrong on H200s."""
+    x, words = torch.zeros(16, dtype=BF16), torch.zeros(16, dtype=torch.int32)
+    sizes = {"BLOCK": row_bytes, "ROWS": world_size, "TRANSPORT": "fp8", "TWO_SHOT": True}
+    options = {"num_warps": num_warps, "maxnreg": 128, "enable_fp_fusion": False, "arch": "sm_90"}
+    arguments = x, x, 1 << 24, words, words, a_view(world_size), 1 << 24
+    kernel = compiled(fp8_kernels.fp8_all_reduce_kernel, *arguments, **sizes, **options)
+    assert "e4m3x2" in kernel.asm["ptx"] and not pairs_taken_apart(kernel)
+
+
+def test_pairs_that_come_apart_are_seen():
+    apart = SimpleNamespace(
+        asm={
+            "ptx": """
+	cvt.rn.satfinite.e4m3x2.f32  %rs42, %r1, %r2;
+	shr.u16 	%rs53, %rs42, 8;
+	mov.b32 	%r3, {%rs42, %rs55};
+"""
+        }
+    )
+    whole = SimpleNamespace(asm={"ptx": apart.asm["ptx"].replace("%rs53, %rs42", "%rs53, %rs41")})
+    assert pairs_taken_apart(apart) == ["%rs42"] and not pairs_taken_apart(whole)
 
 
 def same_as_torch(team):

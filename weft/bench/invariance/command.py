@@ -98,6 +98,7 @@ def invariance(flags: InvarianceFlags) -> None:
         from weft.runtime.launch import launch
 
         rows: list[dict[str, Any]] = []
+        costs: dict[int, dict[int, tuple[float, float]]] = {}
         for size in sizes:
             result: Result = launch(on_rank, size, "sim" if simulated else "cuda", args=(asked,))[0]
             rows += [{"world_size": size, **outcome._asdict()} for outcome in result.outcomes]
@@ -108,9 +109,10 @@ def invariance(flags: InvarianceFlags) -> None:
                 rows[-1] |= dict(zip(("compared", "differing", "first"), against, strict=True))
             else:
                 expected = result.answers
+            costs[size] = result.cost
             _show(rows, size, result.cost, flags)
             if flags.json is not None:
-                write(flags.json, rows, expected, result.cost, asked)
+                write(flags.json, rows, expected, costs, asked)
     raise typer.Exit(1 if any(row["differing"] for row in rows) else 0)
 
 
@@ -171,9 +173,13 @@ def same_requests(expected: list[Answered], given: list[Answered], flags: Invari
 
 
 def write(
-    file: Path, rows: list[dict[str, Any]], answers: list[Answered], cost: dict[int, tuple[float, float]], asked: Asked
+    file: Path,
+    rows: list[dict[str, Any]],
+    answers: list[Answered],
+    costs: dict[int, dict[int, tuple[float, float]]],
+    asked: Asked,
 ) -> None:
-    """Write rows, costs and bits as JSON."""
+    """Write rows, costs by world size and number of sequences, and bits as JSON."""
     from weft.runtime.files import put
 
     content = {
@@ -182,7 +188,7 @@ def write(
         "command": shlex.join(["weft", *sys.argv[1:]]),
         "requests": asked.requests,
         "rows": [{**row, "first": None if row["first"] is None else asdict(row["first"])} for row in rows],
-        "cost_ms": {str(batch): list(pair) for batch, pair in cost.items()},
+        "cost_ms": {size: {batch: list(pair) for batch, pair in cost.items()} for size, cost in costs.items() if cost},
         "answers": [[part._asdict() for part in one] for one in answers],
     }
     put(file, json.dumps(content) + "\n")

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-# Results of all ranks up to which "lamport" is a choice of more than two ranks: a program then holds the loads of several
-# owners' tokens, and beyond nothing was measured.
-MEASURED_BYTES = 2 << 20
+# Results of all ranks up to which "lamport" is a choice of more than two ranks, and of more than four: a program then holds the
+# loads of several owners' tokens, and beyond nothing was measured.
+MEASURED_BYTES, BEYOND_FOUR = 256 << 20, 2 << 20
 
 
 @exchangeable
@@ -141,7 +141,8 @@ class MoeCombine(ExchangeOp):
         times = exchanges.combine(gpu_of(machine.caps), of.exchanges, of.pushes, rows)
         if not call.weighted and self.has_room(call, machine):
             del times["sum_then_scatter"]
-        if machine.world_size > 2 and self.whole_bytes(call, machine) > MEASURED_BYTES:
+        most = MEASURED_BYTES if machine.world_size <= 4 else BEYOND_FOUR
+        if machine.world_size > 2 and self.whole_bytes(call, machine) > most:
             del times["lamport"]
         return times
 

@@ -81,8 +81,8 @@ MISSING = """## Not measured yet
 
 - On four H200s: [experts](performance/h200-x4-moe.md) but for the norm with their sums, `mlp` of a layer and 32 prompts of 128
   tokens (`sh benchmarks/several_gpus.sh 4 moe`); prompts [in fp8](performance/h200-x4-fp8.md);
-  [attention over ranks](performance/h200-x4-long.md) but for decode attention (`sh benchmarks/several_gpus.sh 4 long`). Layers of
-  Qwen3-32B and `generate` have not been measured there since 2026-11-22.
+  [attention over ranks](performance/h200-x4-long.md) but for decode attention (`sh benchmarks/several_gpus.sh 4 long`). Layers
+  of Qwen3-32B and `generate` have not been measured there since 2026-11-22.
 - On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md) and
   [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md). [Eager calls](performance/h200-x2-eager.md) not since
   all-reduce, all-gather, reduce-scatter and all-to-all have prepared launches (commit dedc2bee).

@@ -16,7 +16,7 @@ from weft.engine.runner import Runner
 from weft.models import Decoder
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
-from weft.ops.op import registered
+from weft.ops.op import find_op
 from weft.plan import searched, table
 from weft.plan.planned import machine
 from weft.runtime import capabilities
@@ -25,7 +25,6 @@ from weft.tune.engine_search import search_passes
 from weft.tune.warm_search import Pass
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
-DESIGNS = {op.name: op.designs for op in registered()}
 SHAPES = ((5, 24, 16), (64, 24, 16), (5, 48, 16))
 
 
@@ -211,7 +210,7 @@ def test_a_damaged_file_is_replaced(kept):
     kept.write_text(damaged_text(kept.read_text()))
     made, _ = restart(kept.parent, seconds=2)[0]
     assert len(made.entries) == 1
-    assert len(searched.load(kept, json.loads(kept.read_text())["place"], DESIGNS)) == 1
+    assert len(searched.load(kept, json.loads(kept.read_text())["place"], warm_search.check_row)) == 1
 
 
 @pytest.mark.parametrize(
@@ -291,3 +290,26 @@ def test_a_model_names_its_calls(tmp_path, timed):
     # A row may stand for further calls, so fewer may be left.
     assert 0 < one.left <= one.calls - one.known - len(one.entries)
     assert len(one.entries) >= 1
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "grouped_matmul_reduce_scatter"])
+def test_rows_of_designs_whose_steps_have_plans_are_read_again(op, tmp_path, caplog):
+    file, place, shape = tmp_path / "kept.json", {"gpu": "a GPU"}, (512, 4096, 4096)
+    row = table.Row(
+        op=op, dtype="bfloat16", shape=shape, design="sequential", config={}, us=5.0, default_us=6.0, candidates=2,
+        date="2026-11-28", versions="weft",
+    )  # fmt: skip
+    entry = searched.Entry(op=op, dtype="bfloat16", size=shape, row=row, reason="")
+    assert searched.save(file, place, [entry], warm_search.check_row)
+    assert searched.load(file, place, warm_search.check_row) == [entry] and not caplog.records
+    with pytest.raises(ValueError, match="does not fit design 'a design'"):
+        warm_search.check_row(dataclasses.replace(row, design="a design"))
+
+
+def test_one_rank_searches_no_collective_op():
+    def asked(world_size):
+        here = machine(capabilities.simulated(world_size, like="h200"), world_size)
+        call = find_op("matmul_all_reduce").call_of((4096, 4096, 4096), torch.bfloat16, here)
+        return warm_search._as_wanted(("matmul_all_reduce", call, here), 4096, None, world_size)
+
+    assert asked(1) is None and asked(2).op == "matmul_all_reduce"

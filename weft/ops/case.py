@@ -107,6 +107,7 @@ class Accuracy:
     terms       terms of each sum, in fp32
     partials    partial sums that are rounded to the dtype before they are added up
     levels      times that a summand is rounded so, one after another, if there are partials
+    roundings   to the dtype, one after another, the result's included, as of ``error_bound``
     exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
     by_row      rows are sums of different lengths: each is judged by its own RMS, not by the whole result's
@@ -115,6 +116,7 @@ class Accuracy:
     terms: int = 1
     partials: int = 0
     levels: int = 3
+    roundings: int = 1
     by_row: bool = False
     exact: bool = False
     replicated: bool = False

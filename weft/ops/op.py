@@ -66,6 +66,7 @@ class Op:
     dtypes   supported dtypes; None: any of 1, 2, 4 or 8 bytes
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
+    composed names of designs whose steps have plans of their own, so that rows of the tables have no fields
     rare     names of designs that not every call fits
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
@@ -92,6 +93,7 @@ class Op:
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
     mutates: ClassVar[Sequence[str]] = ()
     internal: ClassVar[tuple[str, ...]] = ()
+    composed: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
@@ -176,7 +178,12 @@ class Op:
 
     def from_row(self, row: table.Row, call: Call, machine: Machine) -> Any:
         """Design of ``row``, with its fields. ValueError if the design's fields have changed since."""
-        return row.as_design(self.designs)
+        return self.default(row.design, call, machine) if row.design in self.composed else row.as_design(self.designs)
+
+    def check_row(self, row: table.Row) -> None:
+        """ValueError if the fields of the design of ``row`` have changed since."""
+        if row.design not in self.composed:
+            row.as_design(self.designs)
 
     def no_row(self, call: Call, machine: Machine) -> str:
         """Reason why no row decided, as the end of a sentence."""
@@ -213,7 +220,8 @@ class Op:
 
     def config_of(self, design: Any) -> dict[str, Any]:
         """The design's fields as a row of the table has them."""
-        return dataclasses.asdict(design)
+        composed = [self.designs[name] for name in self.composed]
+        return {} if type(design) in composed else dataclasses.asdict(design)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,12 +88,12 @@ def file_in(folder: Path, place: Place) -> Path:
     return folder / f"{gpu}.w{place['world_size']}.{_digest(place)[:8]}.json"
 
 
-def load(path: Path, place: Place, designs: Mapping[str, Mapping[str, type]]) -> list[Entry]:
+def load(path: Path, place: Place, check: Callable[[Row], None]) -> list[Entry]:
     """Entries of a file; none, after one warning, if it is damaged or of another place.
 
     Damaged lines are skipped, with one warning.
 
-    designs  of each op, by its name
+    check  a row's ValueError if its op makes no design of it
     """
     if not path.exists():
         return []
@@ -111,7 +111,7 @@ def load(path: Path, place: Place, designs: Mapping[str, Mapping[str, type]]) ->
     entries, wrong = [], []
     for number, line in enumerate(lines):
         try:
-            entries.append(_entry(line, designs))
+            entries.append(_entry(line, check))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             wrong.append(f"calls[{number}]: {error}")
     if wrong:
@@ -119,7 +119,7 @@ def load(path: Path, place: Place, designs: Mapping[str, Mapping[str, type]]) ->
     return entries
 
 
-def _entry(line: dict[str, Any], designs: Mapping[str, Mapping[str, type]]) -> Entry:
+def _entry(line: dict[str, Any], check: Callable[[Row], None]) -> Entry:
     """Entry of a line. ValueError, TypeError, KeyError or AttributeError if it is damaged."""
     content = {name: value for name, value in line.items() if name != "digest"}
     if line["digest"] != _digest(content):
@@ -127,16 +127,16 @@ def _entry(line: dict[str, Any], designs: Mapping[str, Mapping[str, type]]) -> E
     fields = content["row"]
     row = None if fields is None else Row(**{**fields, "shape": tuple(fields["shape"])})
     if row is not None:
-        row.as_design(designs[row.op.partition("+")[0]])
+        check(row)
     return Entry(**{**content, "size": tuple(content["size"]), "row": row})
 
 
-def save(path: Path, place: Place, entries: Iterable[Entry], designs: Mapping[str, Mapping[str, type]]) -> bool:
+def save(path: Path, place: Place, entries: Iterable[Entry], check: Callable[[Row], None]) -> bool:
     """Add ``entries`` to the file, atomically; False, after one warning, if it cannot be written.
 
     A damaged file is replaced. Of two processes that save at once the last one wins.
     """
-    by_key = {entry.key: entry for entry in (*load(path, place, designs), *entries)}
+    by_key = {entry.key: entry for entry in (*load(path, place, check), *entries)}
     lines = []
     for key in sorted(by_key):
         content = json.loads(json.dumps(dataclasses.asdict(by_key[key])))

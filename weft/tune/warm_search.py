@@ -24,7 +24,7 @@ from weft.bench.harness.runner import started
 from weft.bench.harness.workload import DTYPES, Shape
 from weft.bench.ops.workload import OpWorkload
 from weft.ops.moe.moe_op import MoeShape
-from weft.ops.op import Op, find_op, registered
+from weft.ops.op import Op, find_op
 from weft.plan import searched, table
 from weft.plan.asked import Asked, recorded
 from weft.plan.planned import AUTO
@@ -144,8 +144,7 @@ def warm_search(
     """
     place = team.exchange(searched.place_of(team, sources.tree(Path(weft.__file__).parent)[:12]))[0]
     file = searched.file_in(folder or searched.default_folder(), place)
-    designs = {op.name: op.designs for op in registered()}
-    kept = team.exchange(searched.load(file, place, designs) if team.rank == 0 else [])[0]
+    kept = team.exchange(searched.load(file, place, check_row) if team.rank == 0 else [])[0]
     use(team, kept, file)
     without = {entry.key for entry in kept if entry.row is None}
     calls = _wanted(team, passes, mixture)
@@ -166,13 +165,18 @@ def warm_search(
         use(team, fresh, file)
         entries += fresh
         # An error for each call would say the same.
-        keeps = keeps and searched.save(file, place, fresh, designs)
+        keeps = keeps and searched.save(file, place, fresh, check_row)
         without |= {entry.key for entry in fresh if entry.row is None}
         groups = list(filter(unknown, groups[1:]))  # a row may stand for further calls
         if team.rank == 0:
             say(f"search: {', '.join(map(_told, fresh))}; {len(groups)} left, {clock() - begin:.1f} s")
     took, left = team.exchange(clock() - begin)[0], sum(map(len, groups))
     return Searched(calls=len(calls), known=known, left=left, entries=tuple(entries), seconds=took)
+
+
+def check_row(row: table.Row) -> None:
+    """ValueError unless the row's op makes a design of it."""
+    find_op(row.op.partition("+")[0]).check_row(row)
 
 
 def _search_group(
@@ -231,8 +235,9 @@ def _as_wanted(asked: Asked, tokens: int, mixture: Mixture | None, ranks: int) -
     """The call as a case of ``weft bench``; None if it has one design, is too large, or has no case."""
     name, call, here = asked
     op = find_op(name)
-    within_node = op.collective and (here.nodes > 1 or here.world_size != ranks)
-    if type(op).space is Op.space or not op.form or call.design != AUTO or within_node:
+    # One rank's calls are the ones of their local ops, which are asked for too.
+    left_out = op.collective and (here.nodes > 1 or here.world_size != ranks or ranks == 1)
+    if type(op).space is Op.space or not op.form or call.design != AUTO or left_out:
         return None
     row_op, key, world = op.table_key(call, here)
     sizes = [key]

@@ -166,6 +166,7 @@ class OpProblem(Problem):
             terms = self.shape.size[2] if local else accuracy.terms
             # A node's sums are rounded before they cross.
             partials = 1 + (self.case.field("nodes") or 0)
+            roundings = max(roundings, accuracy.roundings)
             bound = error_bound(
                 expected, self.dtype, terms, partials, accuracy.by_row, roundings=roundings, levels=accuracy.levels
             )

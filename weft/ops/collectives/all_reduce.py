@@ -150,7 +150,6 @@ def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.co
 class AllReduce(Collective):
     name, alias = "all_reduce", "all-reduce"
     replicated = True
-    on_many_ranks = False
     dtypes = FLOATS
     designs = {
         "one_shot": OneShot,

@@ -123,7 +123,7 @@ class AllReduceRMSNorm(Op):
     form = "rows"
     dtypes = FLOATS
     variants = options = ("invariant", "fp8_wire")
-    spans_nodes = on_many_ranks = True
+    spans_nodes = True
     differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
     def call_of(

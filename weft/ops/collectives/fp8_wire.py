@@ -55,14 +55,9 @@ Call = TypeVar("Call", "CollectiveCall", "NormCall", "GemmCall")
 
 
 class Timed(Protocol):
-    """An op whose designs are judged by predicted times.
-
-    on_many_ranks  "auto" may send its rows in fp8 between more than two ranks. They may take two shots, whose wide tiles gave
-                   wrong sums on two H200s before a mend that no GPU has run; tiles with a norm are narrow
-    """
+    """An op whose designs are judged by predicted times."""
 
     name: str
-    on_many_ranks: bool
 
     def times(self, call: Call, machine: Machine) -> dict[str, float]:
         """Predicted µs by design."""
@@ -90,8 +85,6 @@ def _pays(op: Timed, call: Call, in_fp8: Call, machine: Machine) -> bool:
         check_machine(op.name, call.dtype, machine)
         check_e4m3(op.name, machine.caps)
     except ValueError:
-        return False
-    if machine.world_size > 2 and not op.on_many_ranks:
         return False
     return min(op.times(in_fp8, machine).values()) < min(op.times(call, machine).values())
 

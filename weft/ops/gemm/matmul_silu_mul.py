@@ -118,8 +118,8 @@ class MatmulSiluMul(LocalGemm):
     variants = ("deferred_norm", "block_fp8", "channel_fp8", "fp8_rows", "four_bit", "invariant")
 
     def accuracy(self, case: Case) -> Accuracy:
-        # cuBLAS rounds both results before silu.
-        return Accuracy(terms=gated_terms(case.sizes[2]), partials=2)
+        # cuBLAS rounds both results before silu: of 50 million elements some are so large that the third rounding shows.
+        return Accuracy(terms=gated_terms(case.sizes[2]), partials=2, roundings=3)
 
     def call(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> torch.Tensor:
         if case.design != AUTO:

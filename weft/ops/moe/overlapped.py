@@ -34,7 +34,6 @@ from weft.transport.copy_channel import CopyChannel
 if TYPE_CHECKING:
     from weft.ops.moe.grouped.gemms import GroupedCall
     from weft.plan.planned import Machine
-    from weft.plan.table import Row
     from weft.runtime.team.team import Team
 
 # A size of a case, or its name.
@@ -140,6 +139,7 @@ class OverlappedOp(TokensOp):
     overlapped: ClassVar[str]
     alone: ClassVar[str]
     h_in_fp8: ClassVar[str]
+    composed = ("sequential",)
     pinned = slice(1, 3)  # tiles of other rows take another shape, and other experts have other numbers of pairs
 
     def gemm_sizes(self, hidden: Size, features: Size) -> tuple[Size, Size]:
@@ -170,14 +170,6 @@ class OverlappedOp(TokensOp):
     def table_key(self, call: OverlapCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         gemm = call.gemm(machine)
         return self.row_name(call), (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
-
-    def from_row(self, row: Row, call: OverlapCall, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has a plan.
-        sequential = row.design == "sequential"
-        return self.default(row.design, call, machine) if sequential else super().from_row(row, call, machine)
-
-    def config_of(self, design: Any) -> dict[str, Any]:
-        return {} if isinstance(design, self.designs["sequential"]) else super().config_of(design)
 
     def space(self, call: OverlapCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])

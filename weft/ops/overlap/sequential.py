@@ -22,7 +22,7 @@ from weft.ops.knobs import around
 from weft.ops.overlap.operands import Operand, quantized
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned
-from weft.plan.table import Found, Row, bucket
+from weft.plan.table import Found, bucket
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Overlapped(GemmOp):
     """
 
     spans_nodes = True
-    on_many_ranks = False
+    composed = ("sequential",)
     judged: ClassVar[tuple[str, ...]]
     designs_in_fp8: ClassVar[tuple[str, ...]] = ()
     predict: ClassVar[Callable[..., dict[str, float]]]
@@ -157,17 +157,6 @@ class Overlapped(GemmOp):
         # A row of another size does not hold beyond a crossover of the predicted times.
         there = call._replace(**dict(zip(("M", "N", "K"), best.row.shape, strict=False)))
         return best if self.rule(there, machine)[0] == self.rule(call, machine)[0] else None
-
-    def config_of(self, design: Any) -> dict[str, Any]:
-        return {} if isinstance(design, Sequential) else super().config_of(design)
-
-    def from_row(self, row: Row, call: GemmCall, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has a plan.
-        return (
-            self.default(row.design, call, machine)
-            if row.design == "sequential"
-            else super().from_row(row, call, machine)
-        )
 
 
 def wire_of(case: Case) -> str:

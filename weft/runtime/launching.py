@@ -29,8 +29,8 @@ class Launch:
     """A kernel with the values of its constexpr parameters and its compiler options.
 
     kernel     a ``@triton.jit`` function whose constexpr parameters come last
-    constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them; a parameter that has
-               a default may be left out
+    constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them; a parameter
+               that has a default may be left out
     fixed      arguments that are the same in every call; they come after the first ``before`` arguments
 
     The first call with arguments of a kind goes through Triton, which compiles; later ones launch the compiled kernel. Where

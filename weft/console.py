@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import FrameType
@@ -246,6 +246,15 @@ class TypedFlags:
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in given}
 
 
+def option(default: object, help: str, *names: str, **options: object) -> Any:
+    """Field of a dataclass of flags, by its default; MISSING: the flag is required.
+
+    names    by default the field's; a bool then has no negative form
+    options  further ones of typer.Option
+    """
+    return field(default=default, metadata={"names": names, "options": {"help": help, **options}})
+
+
 def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
     """Command `run`, with a flag for each field of the dataclass `flags`, of which it gets an instance.
 
@@ -282,8 +291,11 @@ def _parameters(flags: type) -> Iterator[Parameter]:
         if is_dataclass(hints[one.name]):
             yield from _parameters(hints[one.name])
         elif one.name != "typed":
-            default = Parameter.empty if one.default is MISSING else one.default
-            yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
+            default, hint = Parameter.empty if one.default is MISSING else one.default, hints[one.name]
+            if one.metadata:  # of `option`
+                names = one.metadata["names"] or ((f"--{one.name.replace('_', '-')}",) if hint is bool else ())
+                hint = Annotated[hint, typer.Option(*names, **one.metadata["options"])]
+            yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def complete_device(incomplete: str) -> list[str]:

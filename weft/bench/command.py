@@ -28,6 +28,7 @@ from weft.console import (
     numbers,
     one_line_errors,
     one_of,
+    option,
     progress,
     talks,
     words,
@@ -70,69 +71,44 @@ class BenchFlags:
             autocompletion=complete_op,
         ),
     ] = None
-    world_size: Annotated[
-        str | None, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4 [default: all GPUs]")
-    ] = None
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Shapes: qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of "
-            "experts qwen3-30b-a3b, mixtral-8x7b and more, also SET/zipf, SET/recorded and SET:128,4096; of layers "
-            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
-            "qwen3-32b:1x4096. Several with commas, or repeated"
-        ),
-    ] = None
-    dtype: Annotated[str, typer.Option(help="Dtype: bf16, fp16 or fp32")] = "bf16"
-    providers: Annotated[
-        str | None,
-        typer.Option(
-            help="Providers, by names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, "
-            "weft.pipelined and more, the designs of GEMMs]"
-        ),
-    ] = None
-    baselines: Annotated[
-        Path | None,
-        typer.Option(help="Folder of providers that are not weft's [default: benchmarks/providers of a checkout]"),
-    ] = None
-    list_providers: Annotated[
-        bool, typer.Option("--list-providers", help="List the providers of the ops [default: of all], measure nothing")
-    ] = False
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write OP.wW.json into this folder for each op and world size, after every shape"),
-    ] = None
-    plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None
-    check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False
-    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer rounds")] = False
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Also time calls without CUDA graphs [without OP: a set of ops]")
-    ] = False
-    one_by_one: Annotated[
-        bool,
-        typer.Option(
-            "--one-by-one", help="Time a provider before the next is made, where memory does not hold them together"
-        ),
-    ] = False
-    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
-        "auto"
+    world_size: str | None = option(None, "Numbers of ranks, such as 2 or 2,4 [default: all GPUs]", *WORLD_SIZE)
+    shapes: list[str] | None = option(
+        None,
+        "Shapes: qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of "
+        "experts qwen3-30b-a3b, mixtral-8x7b and more, also SET/zipf, SET/recorded and SET:128,4096; of layers and "
+        "models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train qwen3-32b:1x4096. Several with "
+        "commas, or repeated",
     )
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of cuBLAS algorithms that weft tune has written, for weft and baselines [default: none]"
-        ),
-    ] = None
-    nodes: Annotated[
-        bool,
-        typer.Option(
-            "--nodes", help="Measure over several nodes: torchrun's, or logical ones [default: the ops that span nodes]"
-        ),
-    ] = False
-    node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None
+    dtype: str = option("bf16", "Dtype: bf16, fp16 or fp32")
+    providers: str | None = option(
+        None,
+        "Providers, by names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, "
+        "weft.pipelined and more, the designs of GEMMs]",
+    )
+    baselines: Path | None = option(
+        None, "Folder of providers that are not weft's [default: benchmarks/providers of a checkout]"
+    )
+    list_providers: bool = option(False, "List the providers of the ops [default: of all], measure nothing")
+    json: Path | None = option(None, "Write the results to this file")
+    out: Path | None = option(None, "Write OP.wW.json into this folder for each op and world size, after every shape")
+    plot: Path | None = option(None, "Plot the results to this file (SVG)")
+    check_only: bool = option(False, "Check the answers, measure nothing")
+    quick: bool = option(False, "Measure fewer rounds")
+    eager: bool = option(False, "Also time calls without CUDA graphs [without OP: a set of ops]")
+    one_by_one: bool = option(
+        False, "Time a provider before the next is made, where memory does not hold them together"
+    )
+    device: str = option("auto", "Where ranks run: auto, cuda or sim", autocompletion=complete_device)
+    algorithm_cache: Path | None = option(
+        None, "File of cuBLAS algorithms that weft tune has written, for weft and baselines [default: none]"
+    )
+    nodes: bool = option(
+        False, "Measure over several nodes: torchrun's, or logical ones [default: the ops that span nodes]"
+    )
+    node_size: int | None = option(None, "Ranks of a logical node [with --nodes]")
     of_models: ModelFlags = field(default_factory=ModelFlags)
     of_regret: RegretFlags = field(default_factory=RegretFlags)
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
+    traceback: bool = option(False, "Show the traceback of an error")
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,7 +24,7 @@ from rich.text import Text
 
 from weft.arguments import DEVICES
 from weft.cli.vllm_flags import spellings
-from weft.console import DTYPES, WORLD_SIZE, TypedFlags, complete_device, draws, layout_of, notices, one_of
+from weft.console import DTYPES, WORLD_SIZE, TypedFlags, complete_device, draws, layout_of, notices, one_of, option
 from weft.engine.config import DEFAULTS, TUNE_SECONDS, every_tenth
 from weft.models.families import published
 from weft.models.hub import find_checkpoint
@@ -43,172 +42,105 @@ MODEL = (
 )
 
 
+def engine(name: str, help: str, *names: str) -> Any:
+    """Flag of an option of EngineConfig, with its default, and by default with vLLM's spellings."""
+    return option(DEFAULTS[name], help, *(names or dict.fromkeys((f"--{name.replace('_', '-')}", *spellings(name)))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags(TypedFlags):
     """Flags of a model and its engine."""
 
-    model: Annotated[str | None, typer.Option(help=MODEL)] = None
-    world_size: Annotated[
-        int | None, typer.Option(*WORLD_SIZE, help="Number of ranks [default: all GPUs, or 4 simulated ones]")
-    ] = None
-    mode: Annotated[
-        str, typer.Option(help="Parallel mode: auto, reference, sequence_parallel, replicated or invariant")
-    ] = DEFAULTS["mode"]
-    invariant: Annotated[
-        bool,
-        typer.Option(
-            "--invariant",
-            help="Give an answer the same bits whatever runs beside it and however its prompt is cut or cached",
-        ),
-    ] = DEFAULTS["invariant"]
-    expert_layout: Annotated[
-        str | None,
-        typer.Option(
-            help="Layout of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
-            "[default: whole where the ranks divide the experts, else slices]"
-        ),
-    ] = DEFAULTS["expert_layout"]
-    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
-        "auto"
+    model: str | None = option(None, MODEL)
+    world_size: int | None = option(None, "Number of ranks [default: all GPUs, or 4 simulated ones]", *WORLD_SIZE)
+    mode: str = engine("mode", "Parallel mode: auto, reference, sequence_parallel, replicated or invariant")
+    invariant: bool = engine(
+        "invariant", "Give an answer the same bits whatever runs beside it and however its prompt is cut or cached"
     )
-    dtype: Annotated[str, typer.Option(help=f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")] = "auto"
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
-    ] = False
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", *spellings("max_batch"), help="Prompts that run at once; further ones wait")
-    ] = DEFAULTS["max_batch"]
-    max_seq_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-seq-len",
-            *spellings("max_seq_len"),
-            help="Most tokens of a prompt and its answer [default: the model's]",
-        ),
-    ] = DEFAULTS["max_seq_len"]
-    chunk_tokens: Annotated[
-        int,
-        typer.Option("--chunk-tokens", *spellings("chunk_tokens"), help="Prompt tokens that a step reads at most"),
-    ] = DEFAULTS["chunk_tokens"]
-    page_size: Annotated[
-        int,
-        typer.Option(
-            "--page-size", *spellings("page_size"), help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256"
-        ),
-    ] = DEFAULTS["page_size"]
-    memory_fraction: Annotated[
-        float, typer.Option(help="Share of the memory that is free beside the weights, for the KV cache")
-    ] = DEFAULTS["memory_fraction"]
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a GPU's whole memory for weights, graphs and KV cache, in place of --memory-fraction"
-        ),
-    ] = DEFAULTS["gpu_memory_utilization"]
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="Format of the KV cache: auto, or fp8, half the bytes of 16 bits")
-    ] = DEFAULTS["kv_cache_dtype"]
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="Quantize weights of 16 bits as they are read: fp8, fp8_per_block, fp8_per_channel, mxfp4, int4"
-        ),
-    ] = DEFAULTS["quantization"]
-    wire: Annotated[
-        str,
-        typer.Option(
-            help="Format in which sums travel between ranks: same (as the weights), fp8 (half the bytes, less exact), "
-            "auto (fp8 where it is predicted to be faster)"
-        ),
-    ] = DEFAULTS["wire"]
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Share pages of the KV cache among prompts with equal first tokens",
-        ),
-    ] = DEFAULTS["prefix_caching"]
-    state_snapshot_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Memory of a rank for states of gated delta nets that prefix caching keeps "
-            "[default: an eighth of the KV cache's]"
-        ),
-    ] = DEFAULTS["state_snapshot_bytes"]
-    state_snapshot_tokens: Annotated[
-        int,
-        typer.Option(
-            "--state-snapshot-tokens", "--mamba-block-size", help="Tokens of a prompt between two of these states"
-        ),
-    ] = DEFAULTS["state_snapshot_tokens"]
-    context_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--context-parallel/--no-context-parallel",
-            help="Spread the KV cache over the ranks by pages, not by heads [default: with fewer KV heads than ranks]",
-        ),
-    ] = DEFAULTS["context_parallel"]
-    pipeline_parallel: Annotated[
-        int,
-        typer.Option(
-            "--pipeline-parallel",
-            *spellings("pipeline_parallel"),
-            help="Stages that the layers are split over: nodes, or parts of one",
-        ),
-    ] = DEFAULTS["pipeline_parallel"]
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay decode steps and prompts as CUDA graphs")
-    ] = DEFAULTS["cuda_graph"]
-    warm_up: Annotated[
-        bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
-    ] = DEFAULTS["warm_up"]
-    warm_up_late: Annotated[
-        bool,
-        typer.Option(
-            "--warm-up-late", help="With --warm-up: only graphs of small batches at start, the rest beside steps"
-        ),
-    ] = DEFAULTS["warm_up_late"]
-    grammar_seconds: Annotated[float, typer.Option(help="Most seconds to compile a request's grammar")] = DEFAULTS[
-        "grammar_seconds"
-    ]
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            help='Draft tokens and verify several in a step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 4}\'; '
-            "other methods are draft_model, eagle3 and mtp "
-            "[default: a step gives a token]"
-        ),
-    ] = None
-    heap_bytes: Annotated[
-        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]")
-    ] = None
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="Follow a file of weft plan: take its options, refuse other ones, and print measured times beside predicted "
-            "ones at the end"
-        ),
-    ] = None
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Search the designs of this model's ops on these GPUs first, and keep them for the next start",
-        ),
-    ] = False
-    tune_seconds: Annotated[
-        float | None, typer.Option(help=f"Most seconds of that search; goes with --tune [default: {TUNE_SECONDS}]")
-    ] = None
-    tune_cache: Annotated[
-        Path | None, typer.Option(help="Folder that keeps the results of --tune [default: ~/.cache/weft]")
-    ] = None
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read cuBLAS algorithms of this file, and time and add the ones that it lacks [default: weft's rows]"
-        ),
-    ] = None
+    expert_layout: str | None = engine(
+        "expert_layout",
+        "Layout of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks [default: whole "
+        "where the ranks divide the experts, else slices]",
+    )
+    device: str = option("auto", "Where ranks run: auto, cuda or sim", autocompletion=complete_device)
+    dtype: str = option("auto", f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")
+    dummy_weights: bool = option(False, "Random weights of a published model's sizes, made on the device")
+    max_batch: int = engine("max_batch", "Prompts that run at once; further ones wait")
+    max_seq_len: int | None = engine("max_seq_len", "Most tokens of a prompt and its answer [default: the model's]")
+    chunk_tokens: int = engine("chunk_tokens", "Prompt tokens that a step reads at most")
+    page_size: int = engine("page_size", "Tokens in a page of the KV cache: 16, 32, 64, 128, 256")
+    memory_fraction: float = engine(
+        "memory_fraction", "Share of the memory that is free beside the weights, for the KV cache"
+    )
+    gpu_memory_utilization: float | None = engine(
+        "gpu_memory_utilization",
+        "Share of a GPU's whole memory for weights, graphs and KV cache, in place of --memory-fraction",
+    )
+    kv_cache_dtype: str = engine("kv_cache_dtype", "Format of the KV cache: auto, or fp8, half the bytes of 16 bits")
+    quantization: str | None = engine(
+        "quantization", "Quantize weights of 16 bits as they are read: fp8, fp8_per_block, fp8_per_channel, mxfp4, int4"
+    )
+    wire: str = engine(
+        "wire",
+        "Format in which sums travel between ranks: same (as the weights), fp8 (half the bytes, less exact), auto "
+        "(fp8 where it is predicted to be faster)",
+    )
+    prefix_caching: bool = engine(
+        "prefix_caching",
+        "Share pages of the KV cache among prompts with equal first tokens",
+        "--prefix-caching/--no-prefix-caching",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    )
+    state_snapshot_bytes: int | None = engine(
+        "state_snapshot_bytes",
+        "Memory of a rank for states of gated delta nets that prefix caching keeps [default: an eighth of the KV "
+        "cache's]",
+    )
+    state_snapshot_tokens: int = engine(
+        "state_snapshot_tokens",
+        "Tokens of a prompt between two of these states",
+        "--state-snapshot-tokens",
+        "--mamba-block-size",
+    )
+    context_parallel: bool | None = engine(
+        "context_parallel",
+        "Spread the KV cache over the ranks by pages, not by heads [default: with fewer KV heads than ranks]",
+        "--context-parallel/--no-context-parallel",
+    )
+    pipeline_parallel: int = engine(
+        "pipeline_parallel", "Stages that the layers are split over: nodes, or parts of one"
+    )
+    cuda_graph: bool = engine(
+        "cuda_graph", "Replay decode steps and prompts as CUDA graphs", "--cuda-graph/--no-cuda-graph"
+    )
+    warm_up: bool = engine("warm_up", "Capture all CUDA graphs at start, so that no prompt waits for one")
+    warm_up_late: bool = engine(
+        "warm_up_late", "With --warm-up: only graphs of small batches at start, the rest beside steps"
+    )
+    grammar_seconds: float = engine("grammar_seconds", "Most seconds to compile a request's grammar")
+    speculative_config: str | None = option(
+        None,
+        'Draft tokens and verify several in a step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 4}\'; '
+        "other methods are draft_model, eagle3 and mtp [default: a step gives a token]",
+    )
+    heap_bytes: int | None = option(
+        None, "Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]"
+    )
+    plan: Path | None = option(
+        None,
+        "Follow a file of weft plan: take its options, refuse other ones, and print measured times beside predicted "
+        "ones at the end",
+    )
+    tune: bool = option(
+        False, "Search the designs of this model's ops on these GPUs first, and keep them for the next start"
+    )
+    tune_seconds: float | None = option(
+        None, f"Most seconds of that search; goes with --tune [default: {TUNE_SECONDS}]"
+    )
+    tune_cache: Path | None = option(None, "Folder that keeps the results of --tune [default: ~/.cache/weft]")
+    algorithm_cache: Path | None = option(
+        None, "Read cuBLAS algorithms of this file, and time and add the ones that it lacks [default: weft's rows]"
+    )
 
     def check_names(self) -> None:
         """ValueError for a mistyped name, before torch is loaded, which takes seconds."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from weft.arguments import positive, quoted
 from weft.cli.engine_flags import ENGINES_LOAD, EngineFlags, starting
-from weft.console import check_torchrun, from_flags, notices, one_line_errors, single_valued, write_any_text
+from weft.console import check_torchrun, from_flags, notices, one_line_errors, option, single_valued, write_any_text
 from weft.errors import WeftError
 from weft.runtime.early import early_processes
 from weft.runtime.environment import coordinates
@@ -34,81 +34,57 @@ if TYPE_CHECKING:
 class GenerateFlags(EngineFlags):
     """Flags of `weft generate`."""
 
-    prompt: Annotated[list[str] | None, typer.Option(help="Prompt; may be repeated [default: 123+456=]")] = None
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(help="File of a prompt a line, up to 256 MiB, in place of --prompt; -: standard input"),
-    ] = None
-    prompt_token_ids: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A prompt as token ids, as in 1,2,3, answered in token ids; needs no tokenizer; may be repeated"
-        ),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
-    ] = False
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", "--max-new-tokens", help="Most tokens of an answer [default: the checkpoint's, else 64]"
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Randomness of the draw; 0: always the likeliest token [default: the checkpoint's, else 0]"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from the likeliest tokens of this probability together [default: the checkpoint's, else 1]"
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Draw from this number of likeliest tokens; 0: all [default: the checkpoint's, else 0]"),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from tokens of at least this share of the greatest probability [default: the checkpoint's, else 0]"
-        ),
-    ] = None
-    n: Annotated[int, typer.Option("--n", help="Answers to each prompt, all alike without --temperature")] = 1
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Subtracted from logits of tokens that are in the answer, -2 .. 2 [default: 0]")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same for each time that the token is there, -2 .. 2 [default: 0]")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Divides positive logits of tokens in prompt or answer [default: the checkpoint's, else 1]"),
-    ] = None
-    min_tokens: Annotated[
-        int | None, typer.Option(help="Fewest tokens of an answer before its end [default: the checkpoint's, else 0]")
-    ] = None
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="Text that an answer must not contain; may be repeated")
-    ] = None
-    json_schema: Annotated[
-        str | None,
-        typer.Option(help="JSON schema, as text, that an answer follows; this and the next three need weft[guided]"),
-    ] = None
-    regex: Annotated[str | None, typer.Option(help="Regular expression that an answer matches")] = None
-    choice: Annotated[list[str] | None, typer.Option(help="Text that an answer may be; may be repeated")] = None
-    grammar: Annotated[str | None, typer.Option(help="Grammar of an answer, in Lark's syntax or GBNF")] = None
-    seed: Annotated[int, typer.Option(help="Seed of the draws")] = 0
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
-    ] = None
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print an answer a line as JSON: prompt, index, text, token_ids, finish_reason"),
-    ] = False
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+    prompt: list[str] | None = option(None, "Prompt; may be repeated [default: 123+456=]")
+    prompts_file: Path | None = option(
+        None, "File of a prompt a line, up to 256 MiB, in place of --prompt; -: standard input"
+    )
+    prompt_token_ids: list[str] | None = option(
+        None, "A prompt as token ids, as in 1,2,3, answered in token ids; needs no tokenizer; may be repeated"
+    )
+    chat: bool = option(False, "Each prompt is a user's message, put into the checkpoint's chat template")
+    max_tokens: int | None = option(
+        None, "Most tokens of an answer [default: the checkpoint's, else 64]", "--max-tokens", "--max-new-tokens"
+    )
+    temperature: float | None = option(
+        None, "Randomness of the draw; 0: always the likeliest token [default: the checkpoint's, else 0]"
+    )
+    top_p: float | None = option(
+        None, "Draw from the likeliest tokens of this probability together [default: the checkpoint's, else 1]"
+    )
+    top_k: int | None = option(
+        None, "Draw from this number of likeliest tokens; 0: all [default: the checkpoint's, else 0]"
+    )
+    min_p: float | None = option(
+        None, "Draw from tokens of at least this share of the greatest probability [default: the checkpoint's, else 0]"
+    )
+    n: int = option(1, "Answers to each prompt, all alike without --temperature")
+    presence_penalty: float | None = option(
+        None, "Subtracted from logits of tokens that are in the answer, -2 .. 2 [default: 0]"
+    )
+    frequency_penalty: float | None = option(
+        None, "The same for each time that the token is there, -2 .. 2 [default: 0]"
+    )
+    repetition_penalty: float | None = option(
+        None, "Divides positive logits of tokens in prompt or answer [default: the checkpoint's, else 1]"
+    )
+    min_tokens: int | None = option(
+        None, "Fewest tokens of an answer before its end [default: the checkpoint's, else 0]"
+    )
+    bad_words: list[str] | None = option(None, "Text that an answer must not contain; may be repeated")
+    json_schema: str | None = option(
+        None, "JSON schema, as text, that an answer follows; this and the next three need weft[guided]"
+    )
+    regex: str | None = option(None, "Regular expression that an answer matches")
+    choice: list[str] | None = option(None, "Text that an answer may be; may be repeated")
+    grammar: str | None = option(None, "Grammar of an answer, in Lark's syntax or GBNF")
+    seed: int = option(0, "Seed of the draws")
+    stop: list[str] | None = option(None, "End an answer before this text; may be repeated")
+    ignore_eos: bool = option(False, "Go on after an end-of-sequence token")
+    prompt_tokens: int | None = option(None, "With --dummy-weights: length of a prompt of random tokens [default: 128]")
+    as_json: bool = option(
+        False, "Print an answer a line as JSON: prompt, index, text, token_ids, finish_reason", "--json"
+    )
+    traceback: bool = option(False, "Show where an error came from")
 
 
 # Most bytes of --prompts-file: a device such as /dev/zero has no end.

@@ -12,7 +12,7 @@ import typer
 
 from weft.arguments import quoted
 from weft.cli.engine_flags import ENGINES_LOAD, MODEL, EngineFlags, starting
-from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
+from weft.console import api_key_of, from_flags, notices, one_line_errors, option, single_valued
 from weft.runtime.early import collections_held, early_processes
 from weft.runtime.environment import coordinates
 from weft.runtime.launch import early_ranks
@@ -28,71 +28,49 @@ class ServeFlags(EngineFlags):
     """Flags of `weft serve`."""
 
     model: Annotated[str | None, typer.Argument(help=MODEL)] = None
-    warm_up: Annotated[
-        bool,
-        typer.Option(
-            "--warm-up/--no-warm-up", help="Capture all CUDA graphs at start, so that no request waits for one"
-        ),
-    ] = True
-    warm_up_late: Annotated[
-        bool,
-        typer.Option(
-            "--warm-up-late/--no-warm-up-late",
-            help="Listen once graphs of small batches are captured; the further ones are captured between steps",
-        ),
-    ] = True
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one")] = 8000
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Requests under /v1 must send it as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in "
-            "the environment]"
-        ),
-    ] = None
-    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests and answers [default: MODEL as typed, or adder]")
-    ] = None
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=DIR", help="Adapter as peft saves it, which requests name as their model; may be repeated"
-        ),
-    ] = None
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="Parser of tool calls in answers, or none [default: by the chat template]")
-    ] = None
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="Parser of reasoning in answers, or none [default: by the chat template]")
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Number from which requests without a seed get theirs, in their order [default: random seeds]"
-        ),
-    ] = None
-    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of a request's body")] = MAX_BODY_BYTES
-    max_waiting: Annotated[
-        int, typer.Option(help="Most requests that wait beyond a full batch; further ones get status 503")
-    ] = MAX_WAITING
-    early_ranks: Annotated[
-        bool,
-        typer.Option(
-            "--early-ranks/--no-early-ranks",
-            help="Start processes of ranks first, so that they load torch while the server's process does",
-        ),
-    ] = True
-    restart: Annotated[
-        bool, typer.Option("--restart", help="After the first error of a rank start all ranks again, and go on serving")
-    ] = False
-    keep_alive: Annotated[
-        int,
-        typer.Option(
-            "--keep-alive", "--timeout-keep-alive", help="Seconds that a connection without a request stays open"
-        ),
-    ] = KEEP_ALIVE
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+    warm_up: bool = option(
+        True, "Capture all CUDA graphs at start, so that no request waits for one", "--warm-up/--no-warm-up"
+    )
+    warm_up_late: bool = option(
+        True,
+        "Listen once graphs of small batches are captured; the further ones are captured between steps",
+        "--warm-up-late/--no-warm-up-late",
+    )
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all of this machine")
+    port: int = option(8000, "Port to listen at; 0: a free one")
+    api_key: str | None = option(
+        None,
+        "Requests under /v1 must send it as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in "
+        "the environment]",
+    )
+    api_key_file: Path | None = option(None, "File that holds the key, in place of --api-key")
+    served_model_name: str | None = option(
+        None, "Name of the model in requests and answers [default: MODEL as typed, or adder]"
+    )
+    lora: list[str] | None = option(
+        None, "Adapter as peft saves it, which requests name as their model; may be repeated", metavar="NAME=DIR"
+    )
+    tool_call_parser: str | None = option(
+        None, "Parser of tool calls in answers, or none [default: by the chat template]"
+    )
+    reasoning_parser: str | None = option(
+        None, "Parser of reasoning in answers, or none [default: by the chat template]"
+    )
+    seed: int | None = option(
+        None, "Number from which requests without a seed get theirs, in their order [default: random seeds]"
+    )
+    max_body_bytes: int = option(MAX_BODY_BYTES, "Most bytes of a request's body")
+    max_waiting: int = option(MAX_WAITING, "Most requests that wait beyond a full batch; further ones get status 503")
+    early_ranks: bool = option(
+        True,
+        "Start processes of ranks first, so that they load torch while the server's process does",
+        "--early-ranks/--no-early-ranks",
+    )
+    restart: bool = option(False, "After the first error of a rank start all ranks again, and go on serving")
+    keep_alive: int = option(
+        KEEP_ALIVE, "Seconds that a connection without a request stays open", "--keep-alive", "--timeout-keep-alive"
+    )
+    traceback: bool = option(False, "Show where an error came from")
 
 
 def serve(flags: ServeFlags) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.console import check_output, from_flags, one_line_errors
+from weft.console import check_output, from_flags, one_line_errors, option
 from weft.engine.config import DEFAULTS
 
 if TYPE_CHECKING:
@@ -25,17 +25,15 @@ class PlanFlags:
     model: Annotated[
         str, typer.Argument(help="A published name such as qwen3-32b, a checkpoint directory, or OWNER/NAME[@REVISION]")
     ]
-    gpus: Annotated[str, typer.Option(help="GPUs of one machine, such as 4xH200; also H100, A100, B200, MI300X")]
-    load: Annotated[Path, typer.Option(help="JSON file of requests and targets (docs/planning.md)")]
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this file, which weft serve --plan follows")] = (
-        None
-    )
-    max_batch: Annotated[int, typer.Option(help="Most sequences that run at once in a server")] = MAX_BATCH
-    page_size: Annotated[int, typer.Option(help="As to weft serve")] = DEFAULTS["page_size"]
-    kv_cache_dtype: Annotated[str, typer.Option(help="As to weft serve")] = DEFAULTS["kv_cache_dtype"]
-    quantization: Annotated[str | None, typer.Option(help="As to weft serve")] = DEFAULTS["quantization"]
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON")] = False
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+    gpus: str = option(MISSING, "GPUs of one machine, such as 4xH200; also H100, A100, B200, MI300X")
+    load: Path = option(MISSING, "JSON file of requests and targets (docs/planning.md)")
+    out: Path | None = option(None, "Write the plan to this file, which weft serve --plan follows")
+    max_batch: int = option(MAX_BATCH, "Most sequences that run at once in a server")
+    page_size: int = option(DEFAULTS["page_size"], "As to weft serve")
+    kv_cache_dtype: str = option(DEFAULTS["kv_cache_dtype"], "As to weft serve")
+    quantization: str | None = option(DEFAULTS["quantization"], "As to weft serve")
+    as_json: bool = option(False, "Print the plan as JSON", "--json")
+    traceback: bool = option(False, "Show where an error came from")
 
 
 def plan(flags: PlanFlags) -> None:

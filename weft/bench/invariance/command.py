@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ from weft.console import (
     numbers,
     one_line_errors,
     one_of,
+    option,
     single_valued,
 )
 
@@ -42,44 +43,29 @@ SMALL, MANY, FEW, SIMULATED = 2e9, 288, 28, 5
 class InvarianceFlags:
     """Flags of `weft bench invariance`."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint directory or name, or with --dummy-weights a name such as qwen3-0.6b [default: the built-in adder]"
-        ),
-    ] = None
-    world_size: Annotated[
-        str | None,
-        typer.Option(
-            *WORLD_SIZE,
-            help="Numbers of ranks, such as 1 or 1,2: the first is compared with the rest [default: all GPUs]",
-        ),
-    ] = None
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Random weights, of one model at every world size")
-    ] = False
-    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
-        "auto"
+    model: str | None = option(
+        None,
+        "Checkpoint directory or name, or with --dummy-weights a name such as qwen3-0.6b [default: the built-in adder]",
     )
-    dtype: Annotated[str, typer.Option(help=f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")] = "auto"
-    expert_layout: Annotated[str | None, typer.Option(help="Layout of a mixture of experts, as of weft serve")] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="Format of the KV cache: auto or fp8")] = "auto"
-    quantization: Annotated[
-        str | None, typer.Option(help="fp8: put weights in blocks of 128 in fp8 as they are read")
-    ] = None
-    requests: Annotated[
-        int | None,
-        typer.Option(help=f"Number of answers [default: {MANY}, of models above 2 billion parameters {FEW}]"),
-    ] = None
-    prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of a prompt [default: 1024]")] = None
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer [default: 64]")] = None
-    compare: Annotated[
-        Path | None, typer.Option(help="File of --json, of another world size or machine, whose bits are expected")
-    ] = None
-    quick: Annotated[bool, typer.Option("--quick", help="Compare fewer configurations, on GPUs")] = False
-    cost: Annotated[bool, typer.Option("--cost", help="Time decode steps against the default mode, on GPUs")] = False
-    json: Annotated[Path | None, typer.Option(help="Write the results and the answers' bits to this file")] = None
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+    world_size: str | None = option(
+        None, "Numbers of ranks, such as 1 or 1,2: the first is compared with the rest [default: all GPUs]", *WORLD_SIZE
+    )
+    dummy_weights: bool = option(False, "Random weights, of one model at every world size")
+    device: str = option("auto", "Where ranks run: auto, cuda or sim", autocompletion=complete_device)
+    dtype: str = option("auto", f"Dtype of the computation: {', '.join(('auto', *DTYPES))}")
+    expert_layout: str | None = option(None, "Layout of a mixture of experts, as of weft serve")
+    kv_cache_dtype: str = option("auto", "Format of the KV cache: auto or fp8")
+    quantization: str | None = option(None, "fp8: put weights in blocks of 128 in fp8 as they are read")
+    requests: int | None = option(
+        None, f"Number of answers [default: {MANY}, of models above 2 billion parameters {FEW}]"
+    )
+    prompt_tokens: int | None = option(None, "Most tokens of a prompt [default: 1024]")
+    max_tokens: int | None = option(None, "Most tokens of an answer [default: 64]")
+    compare: Path | None = option(None, "File of --json, of another world size or machine, whose bits are expected")
+    quick: bool = option(False, "Compare fewer configurations, on GPUs")
+    cost: bool = option(False, "Time decode steps against the default mode, on GPUs")
+    json: Path | None = option(None, "Write the results and the answers' bits to this file")
+    traceback: bool = option(False, "Show where an error came from")
 
 
 def invariance(flags: InvarianceFlags) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from weft.arguments import did_you_mean
 from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
 from weft.bench.models.speculate import speculation_of
-from weft.console import check_simulable, layout_of, numbers, one_of, words
+from weft.console import check_simulable, layout_of, numbers, one_of, option, words
 from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
@@ -25,49 +23,27 @@ OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
 class ModelFlags:
     """Flags of model benchmarks as typed; omitted ones are None. ValueError for invalid values."""
 
-    model: Annotated[
-        str | None, typer.Option(help="Published model, such as qwen3-32b, with random weights [of layers and models]")
-    ] = None
-    layers: Annotated[int | None, typer.Option(help="Number of the model's layers [default: all]")] = None
-    run_type: Annotated[str | None, typer.Option(help="Steps to time: prefill or decode [default: both]")] = None
-    bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None
-    ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None
-    mode: Annotated[
-        str | None, typer.Option(help="Parallel modes: auto, sequence_parallel, replicated [default: all]")
-    ] = None
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Compare logits over given tokens, or all layers, before timing [generate: always]"
-        ),
-    ] = False
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Print which kernels a step's time goes to, with -v each by its name")
-    ] = False
-    random_cache: Annotated[
-        bool,
-        typer.Option(
-            "--random-cache",
-            help="Decode after a random cache, of any length; compare no answers, also after prompts",
-        ),
-    ] = False
-    expert_layout: Annotated[
-        str | None,
-        typer.Option(
-            help="Layout of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
-        ),
-    ] = None
-    quantization: Annotated[
-        str | None, typer.Option(help="Put the layers' matrices in fp8 as they are filled: fp8, fp8_per_channel")
-    ] = None
+    model: str | None = option(None, "Published model, such as qwen3-32b, with random weights [of layers and models]")
+    layers: int | None = option(None, "Number of the model's layers [default: all]")
+    run_type: str | None = option(None, "Steps to time: prefill or decode [default: both]")
+    bsz: str | None = option(None, "Numbers of sequences, as in 1,32")
+    ctx: str | None = option(None, "Tokens per sequence, as in 128,1024")
+    mode: str | None = option(None, "Parallel modes: auto, sequence_parallel, replicated [default: all]")
+    check: bool = option(False, "Compare logits over given tokens, or all layers, before timing [generate: always]")
+    breakdown: bool = option(False, "Print which kernels a step's time goes to, with -v each by its name")
+    random_cache: bool = option(
+        False, "Decode after a random cache, of any length; compare no answers, also after prompts"
+    )
+    expert_layout: str | None = option(
+        None, "Layout of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
+    )
+    quantization: str | None = option(None, "Put the layers' matrices in fp8 as they are filled: fp8, fp8_per_channel")
 
-    speculate: Annotated[
-        str | None,
-        typer.Option(
-            help="DRAFTS:TOKENS such as 3:2.5: verify drafts by look-up, and take this number of tokens a step on average, "
-            "a stated acceptance; answers mean nothing and are only counted [generate]"
-        ),
-    ] = None
+    speculate: str | None = option(
+        None,
+        "DRAFTS:TOKENS such as 3:2.5: verify drafts by look-up, and take this number of tokens a step on average, a "
+        "stated acceptance; answers mean nothing and are only counted [generate]",
+    )
 
     def given(self) -> list[str]:
         """Command-line names of the given flags."""

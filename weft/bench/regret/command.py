@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from weft.arguments import check_int
 from weft.bench.names import MEASURED
-from weft.console import TypedFlags, notices, progress, talks
+from weft.console import TypedFlags, notices, option, progress, talks
 
 if TYPE_CHECKING:
     from weft.bench.ops.workload import OpWorkload
@@ -25,23 +24,19 @@ if TYPE_CHECKING:
 class RegretFlags(TypedFlags):
     """Flags of ``weft bench --regret`` as typed."""
 
-    regret: Annotated[
-        bool,
-        typer.Option(
-            "--regret",
-            help="Time weft's choice and all designs, at shapes of published models that no row has, and print the choice's "
-            "time over the best design's. With --json FILE it goes on where the file ends; with --check-only it lists plans",
-        ),
-    ] = False
-    seed: Annotated[int, typer.Option(help="Seed of the drawn shapes [with --regret]")] = 0
-    listed: Annotated[int, typer.Option(help="Number of listed shapes of an op, at most 30 [with --regret]")] = 30
-    drawn: Annotated[int, typer.Option(help="Number of drawn shapes of an op [with --regret]")] = 30
-    search: Annotated[
-        int, typer.Option(help="Number of designs of an op's search space besides the named ones [with --regret]")
-    ] = 4
-    seconds: Annotated[
-        float | None, typer.Option(help="Begin no further shape after these seconds [with --regret; default: no limit]")
-    ] = None
+    regret: bool = option(
+        False,
+        "Time weft's choice and all designs, at shapes of published models that no row has, and print the choice's "
+        "time over the best design's. With --json FILE it goes on where the file ends; with --check-only it lists "
+        "plans",
+    )
+    seed: int = option(0, "Seed of the drawn shapes [with --regret]")
+    listed: int = option(30, "Number of listed shapes of an op, at most 30 [with --regret]")
+    drawn: int = option(30, "Number of drawn shapes of an op [with --regret]")
+    search: int = option(4, "Number of designs of an op's search space besides the named ones [with --regret]")
+    seconds: float | None = option(
+        None, "Begin no further shape after these seconds [with --regret; default: no limit]"
+    )
 
     def check(self, ops: Sequence[str]) -> None:
         """ValueError for numbers out of range, and for ops without designs to choose from."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ from weft.console import (
     notices,
     numbers,
     one_line_errors,
+    option,
     progress,
     words,
 )
@@ -41,41 +42,28 @@ SCHEMA = 1
 class ServeBenchFlags(TypedFlags):
     """Flags of `weft bench serve`."""
 
-    url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API, such as vLLM's, with /v1")] = (
-        "http://127.0.0.1:8000/v1"
+    url: str = option("http://127.0.0.1:8000/v1", "URL of a server with OpenAI's API, such as vLLM's, with /v1")
+    model: str | None = option(None, "Name of the model [default: the first that the server names]")
+    api_key: str | None = option(
+        None, "Key to send as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in the environment]"
     )
-    model: Annotated[str | None, typer.Option(help="Name of the model [default: the first that the server names]")] = (
-        None
+    api_key_file: Path | None = option(None, "File that holds the key, in place of --api-key")
+    rates: str | None = option(None, "Poisson arrivals per second, as in 1,4,16; inf: all at once (open loop)")
+    concurrency: str | None = option(
+        None, "Requests at a time, as in 1,8,32 (closed loop) [default: 1,8,32, without --rates]"
     )
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key to send as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in the environment]"
-        ),
-    ] = None
-    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
-    rates: Annotated[
-        str | None, typer.Option(help="Poisson arrivals per second, as in 1,4,16; inf: all at once (open loop)")
-    ] = None
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="Requests at a time, as in 1,8,32 (closed loop) [default: 1,8,32, without --rates]"),
-    ] = None
-    requests: Annotated[int, typer.Option(help="Number of requests for each rate and concurrency")] = 128
-    input_tokens: Annotated[str, typer.Option(help="Random token ids in a prompt, as in 1024 or 128-2048")] = "1024"
-    output_tokens: Annotated[str, typer.Option(help="Tokens of an answer, as in 128 or 16-256")] = "128"
-    vocab_size: Annotated[int, typer.Option(help="Random token ids are below this number")] = 1000
-    file: Annotated[
-        Path | None,
-        typer.Option(help='File of prompts, a line each as {"prompt": "…", "max_tokens": 16}, in place of random ones'),
-    ] = None
-    warmup: Annotated[
-        int, typer.Option(help="Number of requests that are not measured, before each rate and concurrency")
-    ] = 8
-    clients: Annotated[int, typer.Option(help="Number of processes that send requests: more where one is too busy")] = 1
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals")] = 0
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file, after every rate")] = None
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+    requests: int = option(128, "Number of requests for each rate and concurrency")
+    input_tokens: str = option("1024", "Random token ids in a prompt, as in 1024 or 128-2048")
+    output_tokens: str = option("128", "Tokens of an answer, as in 128 or 16-256")
+    vocab_size: int = option(1000, "Random token ids are below this number")
+    file: Path | None = option(
+        None, 'File of prompts, a line each as {"prompt": "…", "max_tokens": 16}, in place of random ones'
+    )
+    warmup: int = option(8, "Number of requests that are not measured, before each rate and concurrency")
+    clients: int = option(1, "Number of processes that send requests: more where one is too busy")
+    seed: int = option(0, "Seed of prompts and arrivals")
+    json: Path | None = option(None, "Write the results to this file, after every rate")
+    traceback: bool = option(False, "Show where an error came from")
 
 
 def serve(flags: ServeBenchFlags) -> None:

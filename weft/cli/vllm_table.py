@@ -6,7 +6,7 @@ All flags of vLLM 0.26's `serve` are here or have weft's names (tests/cli/vllm_f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 COMMANDS = "generate", "serve"
@@ -81,18 +81,137 @@ def _by_value(*names: str, words: dict[str, list[str]], note: str) -> Flag:
     return Flag(names=names, words=words.get, values=tuple(words), note=note)
 
 
-def _lacking(*names: str, near: str, valued: bool = True) -> Flag:
-    """A flag that weft lacks; the form of a switch with `--no-` asks for what weft does."""
-    return Flag(names=names, negated=None if valued else (), valued=valued, note=near)
+def _lacking(table: str) -> Iterator[Flag]:
+    """Flags that weft lacks. The form of a switch with `--no-` asks for what weft does."""
+    for row in table.strip().splitlines():
+        names, note = row.split(" | ")
+        for valued in (True, False):
+            if of_kind := tuple(name.rstrip("=") for name in names.split() if name.endswith("=") == valued):
+                yield Flag(names=of_kind, negated=None if valued else (), valued=valued, note=note)
 
 
 TEXT_ONLY = "none: weft serves text"
-NOT_LOGGED = "none: requests are not logged; /metrics counts them"
 A_SERVER_EACH = "none: start a server per group of GPUs, and a proxy before them"
 THE_PLAN = "none: the plan of a step chooses (weft doctor, -vv)"
-NO_CLASSES = "none: weft runs no classes of other packages"
 STATES = "none: states of gated delta nets stay in fp32"
-ADAPTERS = "none: docs/lora.md says which adapters are read"
+# A row: names of flags, with = where a value follows, and what comes near.
+LACKING = f"""
+--dcp-comm-backend= --dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size= | --context-parallel comes near: it \
+spreads the KV cache by pages
+--tokenizer= | none: put tokenizer.json into the checkpoint's directory
+--chat-template= | none: put chat_template.jinja into the checkpoint's directory
+--trust-request-chat-template | none: a request gives no template
+--default-chat-template-kwargs= | none: send chat_template_kwargs with each request
+--skip-tokenizer-init --tokens-only | none: requests may have token ids, and get them by return_token_ids
+--enable-tokenizer-info-endpoint | none: there are /tokenize and /detokenize
+--enable-prompt-embeds | none: a prompt is text or token ids
+--enable-return-routed-experts | none: answers have text, token ids and logprobs
+--hf-token= | none: `hf download` takes it
+--tokenizer-revision= --code-revision= --hf-config-path= | MODEL@REVISION comes near
+--model-class-overrides= | none: docs/models.md lists what weft runs
+--model-loader-extra-config= --safetensors-load-strategy= --safetensors-prefetch-num-threads= \
+--safetensors-prefetch-block-size= --max-parallel-loading-workers= | none: each rank reads its slices
+--pt-load-map-location= | none: weft reads safetensors
+--revision= | MODEL@REVISION comes near
+--download-dir= --ignore-patterns= | none: weft downloads nothing, and reads the cache of `hf download`
+--hf-overrides= --rope-scaling= --rope-theta= | none: edit config.json in a copy
+--override-generation-config= | none: edit generation_config.json, or send fields with a request
+--allow-deprecated-quantization | none: docs/quantization.md lists the formats
+--quantization-config= | --quantization comes near
+--kv-cache-dtype-skip-layers= | none: --kv-cache-dtype is of all layers
+--override-attention-dtype= | none: attention has the dtype of --dtype
+--pooler-config= | none: 1_Pooling/config.json of the checkpoint says it, or pooling of a request
+--logits-processors= | none: logit_bias, bad_words and allowed_token_ids of a request come near
+--io-processor-plugin= --scheduler-cls= --worker-cls= --worker-extension-cls= | none: weft runs no classes of other packages
+--additional-config= | none: it is for platforms that weft does not run on
+--use-fp64-gumbel | none: sampling is in fp32
+--diffusion-config= -dc= | none: docs/models.md lists what weft runs
+--no-enable-chunked-prefill | none: raise --chunk-tokens to the longest prompt
+--long-prefill-token-threshold= | --chunk-tokens comes near
+--max-num-scheduled-tokens= | --max-num-batched-tokens comes near
+--prefill-schedule-interval= | --chunk-tokens comes near
+--watermark= | none: a prompt is begun where running requests keep a page each to grow
+--num-gpu-blocks-override= | --gpu-memory-utilization comes near
+--kv-cache-memory-bytes= | --memory-fraction comes near
+--kv-offloading-size= --kv-offloading-backend= | none: no cache goes to the host
+--offload-backend= --offload-num-in-group= --offload-prefetch-step= --offload-params= --cpu-offload-params= | none: \
+weights stay on the GPUs; --quantization makes them smaller
+--calculate-kv-scales | none: scales of an fp8 cache are the checkpoint's, else 1
+--kv-sharing-fast-prefill | none: a prompt passes all layers
+--disable-hybrid-kv-cache-manager | none: old pages are freed where all layers have windows
+--prefix-match-unit= | --page-size comes near: prompts share whole pages
+--mamba-cache-mode= | --state-snapshot-tokens and --no-prefix-caching come near
+--enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds= | {STATES}
+--disable-sliding-window | none: --max-seq-len below the window comes near
+--max-num-partial-prefills= --max-long-partial-prefills= | --chunk-tokens comes near
+--speculative-model= --num-speculative-tokens= --spec-method= --spec-model= --spec-tokens= | --speculative-config comes \
+near
+--preemption-mode= | none: a preempted request is computed again
+--guided-decoding-backend= --structured-outputs-config= | none: llguidance compiles grammars
+--reasoning-config= | --reasoning-parser comes near, and thinking_token_budget of a request
+--compilation-config= -cc= --optimization-level= -O= | none: Triton compiles what a model needs; --no-warm-up captures \
+late
+--cuda-graph-sizes= --cudagraph-capture-sizes= | none: sizes follow --max-batch
+--max-cudagraph-capture-size= | --max-batch comes near: sizes follow it
+--disable-custom-all-reduce | --mode reference comes near: torch and NCCL
+--attention-backend= --attention-config= -ac= --mamba-backend= --gdn-prefill-backend= --all2all-backend= --kernel-config= \
+--ir-op-priority= --enable-bf16x3-router-gemm | {THE_PLAN}
+--enable-flashinfer-autotune | --tune comes near
+--uvicorn-log-level= --max-log-len= | -v, -vv and -q come near
+--limit-mm-per-prompt= --mm-processor-kwargs= --media-io-kwargs= --allowed-local-media-path= --allowed-media-domains= \
+--mm-processor-cache-type= --mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= --mm-encoder-attn-backend= \
+--mm-encoder-attn-dtype= --mm-encoder-fp8-scale-path= --mm-encoder-fp8-scale-save-path= \
+--mm-encoder-fp8-scale-save-margin= --mm-tensor-ipc= --mm-ipc-gpu-memory-gb= --video-pruning-rate= --ec-transfer-config= \
+--default-mm-loras= --enable-mm-embeds --mm-encoder-only --interleave-mm-strings --skip-mm-profiling \
+--disable-chunked-mm-input --enable-tower-connector-lora | {TEXT_ONLY}
+--lora-target-modules= --specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras | \
+none: docs/lora.md says which adapters are read
+--ssl-keyfile= --ssl-certfile= --ssl-ca-certs= --ssl-cert-reqs= --ssl-ciphers= --enable-ssl-refresh | none: put a proxy \
+with TLS before the server
+--root-path= --allowed-origins= --allowed-methods= --allowed-headers= --middleware= --allow-credentials | none: a proxy \
+before the server sets them
+--h11-max-incomplete-event-size= | --max-body-bytes comes near
+--h11-max-header-count= | none: a proxy before the server limits headers
+--enable-offline-docs | none: the server has no pages of docs
+--grpc | none: the server talks HTTP
+--uds= | --host and --port come near
+--log-config-file= | -v and -vv come near
+--enable-log-requests --enable-log-outputs --enable-log-deltas | none: requests are not logged; /metrics counts them
+--log-error-stack | none: the log has the stack of the server's own errors
+--fingerprint-value= | none: answers have no system_fingerprint
+--enable-server-load-tracking | /metrics comes near (Prometheus)
+--enable-request-id-headers | none: an answer has its id
+--enable-prompt-tokens-details | none: /metrics counts cached tokens
+--enable-force-include-usage | none: send stream_options.include_usage
+--return-tokens-as-token-ids | none: send return_token_ids
+--tool-parser-plugin= --reasoning-parser-plugin= | --tool-call-parser and --reasoning-parser come near
+--tool-server= | none: clients run tools
+--enable-flash-late-interaction | none: there is no path that scores pairs of texts
+--enable-sleep-mode --weight-transfer-config= | none: end the server, and start it again
+--enable-cumem-allocator | none: weft keeps memory until the server ends
+--data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= --data-parallel-address= -dpa= --data-parallel-rpc-port= \
+-dpp= --data-parallel-backend= -dpb= --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= \
+--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --data-parallel-hybrid-lb -dph \
+--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --disable-nccl-for-dp-synchronization \
+--headless --aggregate-engine-logging | {A_SERVER_EACH}
+--nnodes= -n= --node-rank= -r= --master-addr= --master-port= | torchrun comes near (docs/nodes-launch.md)
+--ray-workers-use-nsight | none: weft starts no Ray
+--device-ids= | none: set CUDA_VISIBLE_DEVICES for the server
+--numa-bind --numa-bind-nodes= --numa-bind-cpus= | none: numactl before the command comes near
+--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= | none: a rank that ends is noticed by its process's end
+--fail-on-environ-validation | none: weft checks no environment variables
+--enable-eplb --enable-elastic-ep --eplb-config= --expert-placement-strategy= | none: --expert-layout comes near
+--enable-ep-weight-filter | none: each rank reads its experts alone
+--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= | none: kernels of a step talk \
+and compute at once; see --mode
+--kv-transfer-config= --kv-events-config= | none: prompts are read where they are answered
+--otlp-traces-endpoint= --collect-detailed-traces= --show-hidden-metrics-for-version= --kv-cache-metrics-sample= \
+--kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics --enable-per-request-metrics | /metrics comes near \
+(Prometheus)
+--enable-logging-iteration-details --jit-monitor-verbose --jit-monitor-mode= | -v and -vv come near
+--enable-layerwise-nvtx-tracing --profiler-config= | weft.trace comes near (docs/trace.md)
+--config= | none: write the flags out
+"""
 FLAGS = (
     _same("max_batch", "--max-num-seqs"),
     _same(
@@ -160,12 +279,6 @@ FLAGS = (
         "-pcp",
         words={"1": []},
         note="--world-size comes near: all ranks read a prompt",
-    ),
-    _lacking(
-        "--dcp-comm-backend",
-        "--dcp-kv-cache-interleave-size",
-        "--cp-kv-cache-interleave-size",
-        near="--context-parallel comes near: it spreads the KV cache by pages",
     ),
     _by_value("--data-parallel-size", "-dp", "--data-parallel-size-local", "-dpl", words={"1": []}, note=A_SERVER_EACH),
     _by_value(
@@ -250,270 +363,5 @@ FLAGS = (
     ),
     _nothing("--fully-sharded-loras", note="adapters are cut over the ranks as their matrices are", negated=()),
     _nothing("--lora-dtype", values=("auto",), note="none: adapters have the dtype of the computation"),
-    _lacking("--tokenizer", near="none: put tokenizer.json into the checkpoint's directory"),
-    _lacking("--chat-template", near="none: put chat_template.jinja into the checkpoint's directory"),
-    _lacking("--trust-request-chat-template", valued=False, near="none: a request gives no template"),
-    _lacking("--default-chat-template-kwargs", near="none: send chat_template_kwargs with each request"),
-    _lacking(
-        "--skip-tokenizer-init",
-        "--tokens-only",
-        valued=False,
-        near="none: requests may have token ids, and get them by return_token_ids",
-    ),
-    _lacking("--enable-tokenizer-info-endpoint", valued=False, near="none: there are /tokenize and /detokenize"),
-    _lacking("--enable-prompt-embeds", valued=False, near="none: a prompt is text or token ids"),
-    _lacking("--enable-return-routed-experts", valued=False, near="none: answers have text, token ids and logprobs"),
-    _lacking("--hf-token", near="none: `hf download` takes it"),
-    _lacking("--tokenizer-revision", "--code-revision", "--hf-config-path", near="MODEL@REVISION comes near"),
-    _lacking("--model-class-overrides", near="none: docs/models.md lists what weft runs"),
-    _lacking(
-        "--model-loader-extra-config",
-        "--safetensors-load-strategy",
-        "--safetensors-prefetch-num-threads",
-        "--safetensors-prefetch-block-size",
-        "--max-parallel-loading-workers",
-        near="none: each rank reads its slices",
-    ),
-    _lacking("--pt-load-map-location", near="none: weft reads safetensors"),
-    _lacking("--revision", near="MODEL@REVISION comes near"),
-    _lacking(
-        "--download-dir",
-        "--ignore-patterns",
-        near="none: weft downloads nothing, and reads the cache of `hf download`",
-    ),
-    _lacking("--hf-overrides", "--rope-scaling", "--rope-theta", near="none: edit config.json in a copy"),
-    _lacking("--override-generation-config", near="none: edit generation_config.json, or send fields with a request"),
-    _lacking("--allow-deprecated-quantization", valued=False, near="none: docs/quantization.md lists the formats"),
-    _lacking("--quantization-config", near="--quantization comes near"),
-    _lacking("--kv-cache-dtype-skip-layers", near="none: --kv-cache-dtype is of all layers"),
-    _lacking("--override-attention-dtype", near="none: attention has the dtype of --dtype"),
-    _lacking("--pooler-config", near="none: 1_Pooling/config.json of the checkpoint says it, or pooling of a request"),
-    _lacking("--logits-processors", near="none: logit_bias, bad_words and allowed_token_ids of a request come near"),
-    _lacking("--io-processor-plugin", "--scheduler-cls", "--worker-cls", "--worker-extension-cls", near=NO_CLASSES),
-    _lacking("--additional-config", near="none: it is for platforms that weft does not run on"),
-    _lacking("--use-fp64-gumbel", valued=False, near="none: sampling is in fp32"),
-    _lacking("--diffusion-config", "-dc", near="none: docs/models.md lists what weft runs"),
-    _lacking("--no-enable-chunked-prefill", valued=False, near="none: raise --chunk-tokens to the longest prompt"),
-    _lacking("--long-prefill-token-threshold", near="--chunk-tokens comes near"),
-    _lacking("--max-num-scheduled-tokens", near="--max-num-batched-tokens comes near"),
-    _lacking("--prefill-schedule-interval", near="--chunk-tokens comes near"),
-    _lacking("--watermark", near="none: a prompt is begun where running requests keep a page each to grow"),
-    _lacking("--num-gpu-blocks-override", near="--gpu-memory-utilization comes near"),
-    _lacking("--kv-cache-memory-bytes", near="--memory-fraction comes near"),
-    _lacking("--kv-offloading-size", "--kv-offloading-backend", near="none: no cache goes to the host"),
-    _lacking(
-        "--offload-backend",
-        "--offload-num-in-group",
-        "--offload-prefetch-step",
-        "--offload-params",
-        "--cpu-offload-params",
-        near="none: weights stay on the GPUs; --quantization makes them smaller",
-    ),
-    _lacking("--calculate-kv-scales", valued=False, near="none: scales of an fp8 cache are the checkpoint's, else 1"),
-    _lacking("--kv-sharing-fast-prefill", valued=False, near="none: a prompt passes all layers"),
-    _lacking(
-        "--disable-hybrid-kv-cache-manager",
-        valued=False,
-        near="none: old pages are freed where all layers have windows",
-    ),
-    _lacking("--prefix-match-unit", near="--page-size comes near: prompts share whole pages"),
-    _lacking("--mamba-cache-mode", near="--state-snapshot-tokens and --no-prefix-caching come near"),
-    _lacking("--enable-mamba-cache-stochastic-rounding", valued=False, near=STATES),
-    _lacking("--mamba-cache-philox-rounds", near=STATES),
-    _lacking("--disable-sliding-window", valued=False, near="none: --max-seq-len below the window comes near"),
-    _lacking("--max-num-partial-prefills", "--max-long-partial-prefills", near="--chunk-tokens comes near"),
-    _lacking(
-        "--speculative-model",
-        "--num-speculative-tokens",
-        "--spec-method",
-        "--spec-model",
-        "--spec-tokens",
-        near="--speculative-config comes near",
-    ),
-    _lacking("--preemption-mode", near="none: a preempted request is computed again"),
-    _lacking("--guided-decoding-backend", "--structured-outputs-config", near="none: llguidance compiles grammars"),
-    _lacking("--reasoning-config", near="--reasoning-parser comes near, and thinking_token_budget of a request"),
-    _lacking(
-        "--compilation-config",
-        "-cc",
-        "--optimization-level",
-        "-O",
-        near="none: Triton compiles what a model needs; --no-warm-up captures late",
-    ),
-    _lacking("--cuda-graph-sizes", "--cudagraph-capture-sizes", near="none: sizes follow --max-batch"),
-    _lacking("--max-cudagraph-capture-size", near="--max-batch comes near: sizes follow it"),
-    _lacking("--disable-custom-all-reduce", valued=False, near="--mode reference comes near: torch and NCCL"),
-    _lacking(
-        "--attention-backend",
-        "--attention-config",
-        "-ac",
-        "--mamba-backend",
-        "--gdn-prefill-backend",
-        "--all2all-backend",
-        "--kernel-config",
-        "--ir-op-priority",
-        near=THE_PLAN,
-    ),
-    _lacking("--enable-bf16x3-router-gemm", valued=False, near=THE_PLAN),
-    _lacking("--enable-flashinfer-autotune", valued=False, near="--tune comes near"),
-    _lacking("--uvicorn-log-level", "--max-log-len", near="-v, -vv and -q come near"),
-    _lacking(
-        "--limit-mm-per-prompt",
-        "--mm-processor-kwargs",
-        "--media-io-kwargs",
-        "--allowed-local-media-path",
-        "--allowed-media-domains",
-        "--mm-processor-cache-type",
-        "--mm-shm-cache-max-object-size-mb",
-        "--mm-encoder-tp-mode",
-        "--mm-encoder-attn-backend",
-        "--mm-encoder-attn-dtype",
-        "--mm-encoder-fp8-scale-path",
-        "--mm-encoder-fp8-scale-save-path",
-        "--mm-encoder-fp8-scale-save-margin",
-        "--mm-tensor-ipc",
-        "--mm-ipc-gpu-memory-gb",
-        "--video-pruning-rate",
-        "--ec-transfer-config",
-        "--default-mm-loras",
-        near=TEXT_ONLY,
-    ),
-    _lacking(
-        "--enable-mm-embeds",
-        "--mm-encoder-only",
-        "--interleave-mm-strings",
-        "--skip-mm-profiling",
-        "--disable-chunked-mm-input",
-        "--enable-tower-connector-lora",
-        valued=False,
-        near=TEXT_ONLY,
-    ),
-    _lacking("--lora-target-modules", near=ADAPTERS),
-    _lacking(
-        "--specialize-active-lora",
-        "--enable-mixed-moe-lora-format",
-        "--enable-moe-shared-loras",
-        valued=False,
-        near=ADAPTERS,
-    ),
-    _lacking(
-        "--ssl-keyfile",
-        "--ssl-certfile",
-        "--ssl-ca-certs",
-        "--ssl-cert-reqs",
-        "--ssl-ciphers",
-        near="none: put a proxy with TLS before the server",
-    ),
-    _lacking("--enable-ssl-refresh", valued=False, near="none: put a proxy with TLS before the server"),
-    _lacking(
-        "--root-path",
-        "--allowed-origins",
-        "--allowed-methods",
-        "--allowed-headers",
-        "--middleware",
-        near="none: a proxy before the server sets them",
-    ),
-    _lacking("--allow-credentials", valued=False, near="none: a proxy before the server sets them"),
-    _lacking("--h11-max-incomplete-event-size", near="--max-body-bytes comes near"),
-    _lacking("--h11-max-header-count", near="none: a proxy before the server limits headers"),
-    _lacking("--enable-offline-docs", valued=False, near="none: the server has no pages of docs"),
-    _lacking("--grpc", valued=False, near="none: the server talks HTTP"),
-    _lacking("--uds", near="--host and --port come near"),
-    _lacking("--log-config-file", near="-v and -vv come near"),
-    _lacking("--enable-log-requests", "--enable-log-outputs", "--enable-log-deltas", valued=False, near=NOT_LOGGED),
-    _lacking("--log-error-stack", valued=False, near="none: the log has the stack of the server's own errors"),
-    _lacking("--fingerprint-value", near="none: answers have no system_fingerprint"),
-    _lacking("--enable-server-load-tracking", valued=False, near="/metrics comes near (Prometheus)"),
-    _lacking("--enable-request-id-headers", valued=False, near="none: an answer has its id"),
-    _lacking("--enable-prompt-tokens-details", valued=False, near="none: /metrics counts cached tokens"),
-    _lacking("--enable-force-include-usage", valued=False, near="none: send stream_options.include_usage"),
-    _lacking("--return-tokens-as-token-ids", valued=False, near="none: send return_token_ids"),
-    _lacking(
-        "--tool-parser-plugin", "--reasoning-parser-plugin", near="--tool-call-parser and --reasoning-parser come near"
-    ),
-    _lacking("--tool-server", near="none: clients run tools"),
-    _lacking("--enable-flash-late-interaction", valued=False, near="none: there is no path that scores pairs of texts"),
-    _lacking("--enable-sleep-mode", valued=False, near="none: end the server, and start it again"),
-    _lacking("--weight-transfer-config", near="none: end the server, and start it again"),
-    _lacking("--enable-cumem-allocator", valued=False, near="none: weft keeps memory until the server ends"),
-    _lacking(
-        "--data-parallel-rank",
-        "-dpn",
-        "--data-parallel-start-rank",
-        "-dpr",
-        "--data-parallel-address",
-        "-dpa",
-        "--data-parallel-rpc-port",
-        "-dpp",
-        "--data-parallel-backend",
-        "-dpb",
-        "--data-parallel-supervisor-port",
-        "--dp-supervisor-probe-interval-s",
-        "--dp-supervisor-probe-timeout-s",
-        "--dp-supervisor-probe-failure-threshold",
-        near=A_SERVER_EACH,
-    ),
-    _lacking(
-        "--data-parallel-hybrid-lb",
-        "-dph",
-        "--data-parallel-external-lb",
-        "-dpe",
-        "--data-parallel-multi-port-external-lb",
-        "-dpm",
-        "--disable-nccl-for-dp-synchronization",
-        "--headless",
-        "--aggregate-engine-logging",
-        valued=False,
-        near=A_SERVER_EACH,
-    ),
-    _lacking(
-        "--nnodes",
-        "-n",
-        "--node-rank",
-        "-r",
-        "--master-addr",
-        "--master-port",
-        near="torchrun comes near (docs/nodes-launch.md)",
-    ),
-    _lacking("--ray-workers-use-nsight", valued=False, near="none: weft starts no Ray"),
-    _lacking("--device-ids", near="none: set CUDA_VISIBLE_DEVICES for the server"),
-    _lacking("--numa-bind", valued=False, near="none: numactl before the command comes near"),
-    _lacking("--numa-bind-nodes", "--numa-bind-cpus", near="none: numactl before the command comes near"),
-    _lacking(
-        "--distributed-timeout-seconds",
-        "--cpu-distributed-timeout-seconds",
-        near="none: a rank that ends is noticed by its process's end",
-    ),
-    _lacking("--fail-on-environ-validation", valued=False, near="none: weft checks no environment variables"),
-    _lacking("--enable-eplb", "--enable-elastic-ep", valued=False, near="none: --expert-layout comes near"),
-    _lacking("--eplb-config", "--expert-placement-strategy", near="none: --expert-layout comes near"),
-    _lacking("--enable-ep-weight-filter", valued=False, near="none: each rank reads its experts alone"),
-    _lacking("--enable-dbo", valued=False, near="none: kernels of a step talk and compute at once; see --mode"),
-    _lacking(
-        "--ubatch-size",
-        "--dbo-decode-token-threshold",
-        "--dbo-prefill-token-threshold",
-        near="none: kernels of a step talk and compute at once; see --mode",
-    ),
-    _lacking("--kv-transfer-config", "--kv-events-config", near="none: prompts are read where they are answered"),
-    _lacking(
-        "--otlp-traces-endpoint",
-        "--collect-detailed-traces",
-        "--show-hidden-metrics-for-version",
-        "--kv-cache-metrics-sample",
-        near="/metrics comes near (Prometheus)",
-    ),
-    _lacking(
-        "--kv-cache-metrics",
-        "--cudagraph-metrics",
-        "--enable-mfu-metrics",
-        "--enable-per-request-metrics",
-        valued=False,
-        near="/metrics comes near (Prometheus)",
-    ),
-    _lacking("--enable-logging-iteration-details", "--jit-monitor-verbose", valued=False, near="-v and -vv come near"),
-    _lacking("--jit-monitor-mode", near="-v and -vv come near"),
-    _lacking("--enable-layerwise-nvtx-tracing", valued=False, near="weft.trace comes near (docs/trace.md)"),
-    _lacking("--profiler-config", near="weft.trace comes near (docs/trace.md)"),
-    _lacking("--config", near="none: write the flags out"),
+    *_lacking(LACKING),
 )

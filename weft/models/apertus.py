@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, BlockOptions, Content, Family, WeightNames, table
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(qk_norm=True)
-
-
-def block(content: Content) -> BlockOptions:
-    return BlockOptions(activation="xielu", gated=False)
-
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, BlockOptions, Family, WeightNames, always, table
+from weft.models.llama import rope
 
 APERTUS = Family(
     name="Apertus",
@@ -29,11 +13,11 @@ APERTUS = Family(
         **DEFAULTS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 12e6,
-        "rope_parameters": {**LLAMA3, "rope_theta": 12e6},
+        "rope_parameters": {**rope(8.0), "rope_theta": 12e6},
         "max_position_embeddings": 65536,
     },
-    attention=attention,
-    block=block,
+    attention=always(AttentionOptions(qk_norm=True)),
+    block=always(BlockOptions(activation="xielu", gated=False)),
     # post_norm and qk_norm of the code that came with the checkpoints: transformers has what these values say.
     supported={"hidden_act": ("xielu",), "activation": (None,), "post_norm": (False, None), "qk_norm": (True, None)},
     weights=WeightNames(input_norm="attention_layernorm", post_norm="feedforward_layernorm"),
@@ -43,6 +27,6 @@ APERTUS = Family(
         {"apertus-8b": (4096, 21504, 32, 32), "apertus-70b": (8192, 43008, 80, 64)},
         vocab_size=131072,
         num_key_value_heads=8,
-        rope_scaling=LLAMA3,
+        rope_scaling=rope(8.0),
     ),
 )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, SHAPE, BlockOptions, Content, Family, table
-
-
-def block(content: Content) -> BlockOptions:
-    return BlockOptions(activation="relu2", gated=False)
-
+from weft.models.family import DEFAULTS, SHAPE, BlockOptions, Family, always, table
 
 ARCEE = Family(
     name="Arcee",
     model_type="arcee",
     architecture="ArceeForCausalLM",
     defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    block=block,
+    block=always(BlockOptions(activation="relu2", gated=False)),
     supported={"hidden_act": ("relu2",), "activation": (None,)},
     # config.json of arcee-ai/AFM-4.5B
     published=table(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, table, window_of, windows_of_types
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, table, windows_of_pattern
+from weft.models.llama import rope
 
 
 def attention(content: Content) -> AttentionOptions:
     """Windows in all layers but every fourth from the first on, unless layer_types says which."""
-    if content.get("layer_types") is None:
-        types = ["full_attention", *["sliding_attention"] * 3]
-        layers = range(content["num_hidden_layers"])
-        content = {**content, "layer_types": [types[layer % 4] for layer in layers]}
-    return AttentionOptions(windows=windows_of_types(content, window_of(content)))
+    return AttentionOptions(windows=windows_of_pattern(content, 4, 0))
 
 
 CWM = Family(
@@ -25,14 +22,7 @@ CWM = Family(
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_parameters": {**rope(16.0), "rope_theta": 1e6},
         "max_position_embeddings": 131072,
         "sliding_window": 8192,
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.models import routed_experts
 from weft.models.deepseek_v2 import LATENT_DEFAULTS, LATENT_KEYS, TRAINING_KEYS, latent_attention, yarn
 from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, WeightNames, flag, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
@@ -18,17 +19,15 @@ DEEPSEEK_V3 = Family(
     defaults={
         **DEFAULTS,
         **LATENT_DEFAULTS,
+        **routed_experts.DEFAULTS,
         "num_key_value_heads": 128,
         "max_position_embeddings": 4096,
         "rope_interleave": True,
         "n_routed_experts": 256,
-        "n_shared_experts": 1,
         "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
         "n_group": 8,
         "topk_group": 4,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
     attention=attention,

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, table
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(interleaved=True)
-
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Family, always, table
 
 ERNIE4_5 = Family(
     name="ERNIE 4.5",
@@ -24,7 +19,7 @@ ERNIE4_5 = Family(
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
-    attention=attention,
+    attention=always(AttentionOptions(interleaved=True)),
     supported={"use_bias": (False, None)},
     # config.json of baidu/ERNIE-4.5-0.3B-PT
     published=table(SHAPE, {"ernie-4.5-0.3b": (1024, 3072, 18, 16)}, vocab_size=103424),

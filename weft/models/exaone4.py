@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from weft.models import olmo2
 from weft.models.family import (
     DEFAULTS,
     SHAPE,
@@ -14,6 +13,8 @@ from weft.models.family import (
     windows_of_pattern,
     windows_of_types,
 )
+from weft.models.llama import rope
+from weft.models.olmo2 import OLMO2
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -41,9 +42,8 @@ EXAONE4 = Family(
         "sliding_window_pattern": 4,
     },
     attention=attention,
-    block=olmo2.block,
+    block=OLMO2.block,
     reads=("sliding_window", "sliding_window_pattern", "layer_types"),
-    weights=olmo2.WEIGHTS,
     # config.json of LGAI-EXAONE/EXAONE-4.0-32B
     published=table(
         SHAPE,
@@ -52,13 +52,7 @@ EXAONE4 = Family(
         num_key_value_heads=8,
         head_dim=128,
         rope_theta=1e6,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        rope_scaling=rope(16.0),
         max_position_embeddings=131072,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
+from weft.models import routed_experts
 from weft.models.exaone4 import EXAONE4
 from weft.models.family import SHAPE, Content, ExpertOptions, Family, WeightNames, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, by_layer_types, sigmoid_experts
@@ -31,14 +32,10 @@ EXAONE_MOE = Family(
     other_architecture="ExaoneMoEForCausalLM",
     defaults={
         **EXAONE4.defaults,
+        **routed_experts.DEFAULTS,
         "num_experts": 64,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 1024,
         "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
     attention=EXAONE4.attention,

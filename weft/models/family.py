@@ -6,12 +6,14 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.joined import Joined
 from weft.parallel.latent_sizes import LatentSizes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,33 +196,9 @@ Content = Mapping[str, Any]
 """A config.json, with the family's defaults for absent keys."""
 
 
-def plain_attention(content: Content) -> AttentionOptions:
-    """Attention without options."""
-    return AttentionOptions()
-
-
-def no_experts(content: Content) -> ExpertOptions | None:
-    """An MLP in every layer."""
-    return None
-
-
-def no_limit(content: Content) -> int | None:
-    """All positions."""
-    return None
-
-
-def no_linear_attention(content: Content) -> LinearAttentionOptions | None:
-    """Attention in every layer."""
-    return None
-
-
-def plain_block(content: Content) -> BlockOptions:
-    """The block of Llama."""
-    return BlockOptions()
-
-
-def same_rope(content: Content) -> None:
-    """Rotary embedding that is the same in layers with a window."""
+def always(value: T) -> Callable[[Content], T]:
+    """Reader of a config.json that gives this value whatever the file says."""
+    return lambda content: value
 
 
 def window_rope(content: Content, theta: str = "rope_theta") -> Content:
@@ -263,13 +241,13 @@ class Family:
     published: Mapping[str, Mapping[str, Any]]
     other_architecture: str | None = None
     null_head_dim: bool = False
-    attention: Callable[[Content], AttentionOptions] = plain_attention
-    window_rope: Callable[[Content], Content | None] = same_rope
+    attention: Callable[[Content], AttentionOptions] = always(AttentionOptions())
+    window_rope: Callable[[Content], Content | None] = always(None)
     ntk_alpha: bool = False
-    block: Callable[[Content], BlockOptions] = plain_block
-    experts: Callable[[Content], ExpertOptions | None] = no_experts
-    longest: Callable[[Content], int | None] = no_limit
-    linear_attention: Callable[[Content], LinearAttentionOptions | None] = no_linear_attention
+    block: Callable[[Content], BlockOptions] = always(BlockOptions())
+    experts: Callable[[Content], ExpertOptions | None] = always(None)
+    longest: Callable[[Content], int | None] = always(None)
+    linear_attention: Callable[[Content], LinearAttentionOptions | None] = always(None)
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
@@ -380,12 +358,15 @@ def windows_by_layer(content: Content, windowed: Callable[[int, int], bool] = op
     return windows_of_types(content, window)
 
 
-def windows_of_pattern(content: Content, period: int) -> tuple[int | None, ...]:
-    """Windows of a family in which every period-th layer has none, unless layer_types says which."""
+def windows_of_pattern(content: Content, period: int, first: int | None = None) -> tuple[int | None, ...]:
+    """Windows of a family in which every period-th layer has none, unless layer_types says which.
+
+    first  of the layers without a window; None: the last one of each period
+    """
     if content.get("layer_types") is None:
-        types = ["sliding_attention"] * (period - 1) + ["full_attention"]
+        kinds, whole = ("sliding_attention", "full_attention"), period - 1 if first is None else first
         layers = range(content["num_hidden_layers"])
-        content = {**content, "layer_types": [types[layer % period] for layer in layers]}
+        content = {**content, "layer_types": [kinds[layer % period == whole] for layer in layers]}
     return windows_of_types(content, window_of(content))
 
 

@@ -22,7 +22,6 @@ FLEX_OLMO = Family(
     block=OLMO2.block,
     experts=OLMOE.experts,
     reads=OLMOE.reads,
-    weights=OLMO2.weights,
     # config.json of allenai/FlexOlmo-7x7B-1T
     published=table(SHAPE, {"flexolmo-7x7b": (4096, 11008, 32, 32)}, vocab_size=100352),
 )

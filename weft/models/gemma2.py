@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.models.family import (
-    DEFAULTS,
     SHAPE,
     AttentionOptions,
     BlockOptions,
@@ -15,6 +16,7 @@ from weft.models.family import (
     table,
     windows_of_pattern,
 )
+from weft.models.gemma import GEMMA
 
 
 def attention(content: Content) -> AttentionOptions:
@@ -32,21 +34,11 @@ def scale(content: Content) -> float | None:
 
 
 def block(content: Content) -> BlockOptions:
-    return BlockOptions(
-        norms_after=True,
-        one_plus_norms=True,
-        activation="gelu_tanh",
-        embedding_scale=content["hidden_size"] ** 0.5,
-        embedding_scale_rounded=True,
-        logits_softcap=number_or_none(content, "final_logit_softcapping"),
-    )
+    softcap = number_or_none(content, "final_logit_softcapping")
+    return replace(GEMMA.block(content), norms_after=True, logits_softcap=softcap)
 
 
-WEIGHTS = WeightNames(
-    post_norm="pre_feedforward_layernorm",
-    attention_out_norm="post_attention_layernorm",
-    mlp_out_norm="post_feedforward_layernorm",
-)
+WEIGHTS = WeightNames(post_norm="pre_feedforward_layernorm")
 SCORES = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
 READS = "layer_types", "sliding_window", *SCORES
 SUPPORTED = {
@@ -60,11 +52,8 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     defaults={
-        **DEFAULTS,
+        **GEMMA.defaults,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,

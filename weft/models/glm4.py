@@ -10,6 +10,7 @@ from weft.models.family import (
     Content,
     Family,
     WeightNames,
+    always,
     flag,
     table,
 )
@@ -18,10 +19,6 @@ from weft.models.joined import GATE_UP
 
 def attention(content: Content) -> AttentionOptions:
     return AttentionOptions(bias=flag(content, "attention_bias"), interleaved=True)
-
-
-def block(content: Content) -> BlockOptions:
-    return BlockOptions(norms_after=True)
 
 
 GLM4 = Family(
@@ -38,7 +35,7 @@ GLM4 = Family(
         "attention_bias": True,
     },
     attention=attention,
-    block=block,
+    block=always(BlockOptions(norms_after=True)),
     reads=("attention_bias", "partial_rotary_factor"),
     weights=WeightNames(
         joined=(GATE_UP,), attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"

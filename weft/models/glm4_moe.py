@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.models import routed_experts
 from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, Content, Family, WeightNames, flag, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
 
@@ -16,6 +17,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     defaults={
         **DEFAULTS,
+        **routed_experts.DEFAULTS,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
@@ -23,14 +25,7 @@ GLM4_MOE = Family(
         "attention_bias": False,
         "use_qk_norm": False,
         "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
     },
     attention=attention,
     experts=sigmoid_experts,

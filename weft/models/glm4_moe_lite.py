@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.models import deepseek_v3
-from weft.models.deepseek_v2 import LATENT_KEYS
+from weft.models import deepseek_v3, routed_experts
+from weft.models.deepseek_v2 import LATENT_DEFAULTS, LATENT_KEYS
 from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, WeightNames, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, by_layer_types, sigmoid_experts
 
@@ -19,24 +19,18 @@ GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     defaults={
         **DEFAULTS,
+        **LATENT_DEFAULTS,
+        **routed_experts.DEFAULTS,
         "num_key_value_heads": 20,
-        "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202752,
-        "kv_lora_rank": 512,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
         "v_head_dim": 256,
         "rope_interleave": True,
         "n_routed_experts": 64,
-        "n_shared_experts": 1,
         "moe_intermediate_size": 1536,
         "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
     attention=deepseek_v3.attention,

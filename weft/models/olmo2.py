@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, BlockOptions, Content, Family, WeightNames, table
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(qk_norm=True, norm_all_heads=True)
-
-
-def block(content: Content) -> BlockOptions:
-    return BlockOptions(norms_before=False, norms_after=True)
-
-
-WEIGHTS = WeightNames(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+from weft.models.family import DEFAULTS, SHAPE, AttentionOptions, BlockOptions, Family, always, table
 
 OLMO2 = Family(
     name="OLMo 2",
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
-    attention=attention,
-    block=block,
-    weights=WEIGHTS,
+    attention=always(AttentionOptions(qk_norm=True, norm_all_heads=True)),
+    block=always(BlockOptions(norms_before=False, norms_after=True)),
     # config.json of allenai/OLMo-2-1124-7B, OLMo-2-1124-13B, OLMo-2-0325-32B.
     published=table(
         f"{SHAPE} num_key_value_heads",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.models import olmo2
 from weft.models.family import SHAPE, AttentionOptions, Content, Family, table, windows_of_pattern
+from weft.models.olmo2 import OLMO2
 
 THETA = 500000.0
 YARN = {
@@ -33,12 +33,11 @@ OLMO3 = Family(
     name="OLMo 3",
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    defaults={**olmo2.OLMO2.defaults, "rope_theta": THETA, "sliding_window": 4096},
+    defaults={**OLMO2.defaults, "rope_theta": THETA, "sliding_window": 4096},
     attention=attention,
     window_rope=window_rope,
-    block=olmo2.block,
+    block=OLMO2.block,
     reads=("layer_types", "sliding_window"),
-    weights=olmo2.WEIGHTS,
     # config.json of allenai/Olmo-3-1025-7B and Olmo-3-1125-32B.
     published=table(
         f"{SHAPE} num_key_value_heads",

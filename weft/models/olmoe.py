@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, experts_of, flag, table
-from weft.models.olmo2 import attention
+from weft.models.olmo2 import OLMO2
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -28,7 +28,7 @@ OLMOE = Family(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    attention=attention,
+    attention=OLMO2.attention,
     experts=experts,
     reads=("num_experts", "num_experts_per_tok", "norm_topk_prob"),
     supported={"clip_qkv": (None,)},

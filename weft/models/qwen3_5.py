@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from weft.models import qwen3_next
 from weft.models.family import DEFAULTS, SHAPE, Content, ExpertOptions, Family, LinearAttentionOptions, table
+from weft.models.qwen3_next import QWEN3_NEXT
 
 PUBLISHED = {"vocab_size": 248320, "rope_theta": 1e7, "max_position_embeddings": 262144}
 READS = (*qwen3_next.LINEAR_KEYS, "partial_rotary_factor")
@@ -31,7 +32,7 @@ def linear_attention(content: Content) -> LinearAttentionOptions:
 def experts(content: Content) -> ExpertOptions:
     # transformers' class has experts in all layers, with weights that add up to 1.
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return qwen3_next.experts({**content, **fixed})
+    return QWEN3_NEXT.experts({**content, **fixed})
 
 
 QWEN3_5_TEXT = Family(
@@ -39,8 +40,8 @@ QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     defaults={**DEFAULTS, **qwen3_next.LINEAR_DEFAULTS, "num_key_value_heads": 4},
-    attention=qwen3_next.attention,
-    block=qwen3_next.block,
+    attention=QWEN3_NEXT.attention,
+    block=QWEN3_NEXT.block,
     linear_attention=linear_attention,
     reads=READS,
     supported=SUPPORTED,
@@ -66,8 +67,8 @@ QWEN3_5_MOE_TEXT = Family(
         "shared_expert_intermediate_size": 512,
         "intermediate_size": 512,
     },
-    attention=qwen3_next.attention,
-    block=qwen3_next.block,
+    attention=QWEN3_NEXT.attention,
+    block=QWEN3_NEXT.block,
     experts=experts,
     linear_attention=linear_attention,
     reads=(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import qwen3_moe
@@ -13,12 +11,13 @@ from weft.models.family import (
     AttentionOptions,
     BlockOptions,
     Content,
-    ExpertOptions,
     Family,
     LinearAttentionOptions,
+    always,
     count_of,
     table,
 )
+from weft.models.qwen2_moe import QWEN2_MOE
 
 LINEAR_KEYS = (
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
@@ -36,20 +35,6 @@ LINEAR_DEFAULTS = {
     "max_position_embeddings": 32768,
 }
 KINDS = ("full_attention", "linear_attention")
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(qk_norm=True, gated=True)
-
-
-def block(content: Content) -> BlockOptions:
-    return BlockOptions(one_plus_norms=True)
-
-
-def experts(content: Content) -> ExpertOptions:
-    shared = count_of(content, "shared_expert_intermediate_size")
-    content = {**content, "mlp_only_layers": content["mlp_only_layers"] or []}
-    return replace(qwen3_moe.experts(content), shared_intermediate_size=shared, shared_gate=True)
 
 
 def linear_attention(content: Content) -> LinearAttentionOptions:
@@ -104,9 +89,9 @@ QWEN3_NEXT = Family(
         **qwen3_moe.SPARSE,
         "norm_topk_prob": True,
     },
-    attention=attention,
-    block=block,
-    experts=experts,
+    attention=always(AttentionOptions(qk_norm=True, gated=True)),
+    block=always(BlockOptions(one_plus_norms=True)),
+    experts=QWEN2_MOE.experts,
     linear_attention=linear_attention,
     reads=(
         *qwen3_moe.READS,

@@ -15,6 +15,7 @@ from weft.models.family import (
     Family,
     StackedExperts,
     WeightNames,
+    always,
 )
 
 COMMON = {**DEFAULTS, "rope_theta": 500000.0, "max_position_embeddings": 128000}
@@ -22,8 +23,7 @@ COMMON = {**DEFAULTS, "rope_theta": 500000.0, "max_position_embeddings": 128000}
 WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 
 
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(qk_norm=True)
+ATTENTION = always(AttentionOptions(qk_norm=True))
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -36,7 +36,7 @@ QWEN3_VL_TEXT = Family(
     model_type="qwen3_vl_text",
     architecture="Qwen3VLForConditionalGeneration",
     defaults={**COMMON, "num_key_value_heads": 32, "head_dim": 128},
-    attention=attention,
+    attention=ATTENTION,
     without_effect=WITHOUT_EFFECT,
     published={},
 )
@@ -54,7 +54,7 @@ QWEN3_VL_MOE_TEXT = Family(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    attention=attention,
+    attention=ATTENTION,
     experts=experts,
     reads=(*{*qwen3_moe.READS} - {"norm_topk_prob"}, "num_local_experts"),
     supported={"norm_topk_prob": (True, None), "sliding_window": (None,)},

@@ -20,6 +20,16 @@ READS = (
     "routed_scaling_factor",
     "norm_topk_prob",
 )
+# Defaults of GLM-4.5; most families have a few other values.
+DEFAULTS: Content = {
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 # Keys of the code that came with a checkpoint: transformers has what these values say.
 SIGMOID_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid", None),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from weft.models.family import DEFAULTS, AttentionOptions, Content, ExpertOptions, Family, WeightNames, flag, table
+from weft.models import routed_experts
+from weft.models.family import DEFAULTS, Content, ExpertOptions, Family, WeightNames, table
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
-
-
-def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(bias=flag(content, "attention_bias"))
+from weft.models.seed_oss import SEED_OSS
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -21,6 +19,7 @@ SOLAR_OPEN = Family(
     architecture="SolarOpenForCausalLM",
     defaults={
         **DEFAULTS,
+        **routed_experts.DEFAULTS,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 10240,  # of no layer
@@ -29,15 +28,9 @@ SOLAR_OPEN = Family(
         "max_position_embeddings": 131072,
         "attention_bias": False,
         "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 1280,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
     },
-    attention=attention,
+    attention=SEED_OSS.attention,
     experts=experts,
     reads=(*(name for name in READS if name != "first_k_dense_replace"), "attention_bias"),
     supported={**SIGMOID_SUPPORTED, "first_k_dense_replace": (0, None), "use_qk_norm": (False, None)},

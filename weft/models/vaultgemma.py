@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.models.family import BlockOptions, Content, Family, WeightNames
+from weft.models.family import BlockOptions, Content, Family
 from weft.models.gemma2 import GEMMA2, SUPPORTED
 
 
@@ -21,6 +21,6 @@ VAULTGEMMA = Family(
     block=block,
     reads=GEMMA2.reads,
     supported=SUPPORTED,
-    weights=WeightNames(post_norm="pre_feedforward_layernorm"),
+    weights=GEMMA2.weights,
     published={},
 )

@@ -6,7 +6,7 @@ A recipe of weft.parallel computes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 DEFAULT_PAGE_SIZE, DEFAULT_SLOTS = 64, 64
 # Of a layer, in WeightNames and in LayerWeights.
 NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm")
+# Of TPAttention, by the same names in a configuration and in its AttentionOptions.
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+OPTIONS = ("inputs", "qk_norm", "norm_all_heads", "bias", "output_bias", "scale", "softcap", "sinks", "gated")
 logger = logger_of(__name__)
 
 
@@ -599,32 +602,20 @@ def _attention(
             dtype=dtype,
             formats=formats,
         )
-    rotary = config.rotary_of(index)
+    options, rotary = config.attention, config.rotary_of(index)
     return TPAttention(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        inputs=config.attention.inputs,
-        qk_norm=config.attention.qk_norm,
-        unrotated=config.rotaries.index(None) if config.attention.norm_after_rotary else None,
+        **{name: getattr(config, name) for name in SIZES},
+        **{name: getattr(options, name) for name in OPTIONS},
+        unrotated=config.rotaries.index(None) if options.norm_after_rotary else None,
         norm_names=config.family.weights.head_norms,
-        norm_all_heads=config.attention.norm_all_heads,
         one_plus_norms=config.block.one_plus_norms,
-        bias=config.attention.bias,
-        output_bias=config.attention.output_bias,
-        window=config.attention.window(index),
-        scale=config.attention.scale,
-        softcap=config.attention.softcap,
-        sinks=config.attention.sinks,
+        window=options.window(index),
         rotated=None if rotary is None else rotary.elements(config.head_dim),
-        interleaved=config.attention.interleaved and rotary is not None,
+        interleaved=options.interleaved and rotary is not None,
         rotary=config.rotaries.index(rotary),
         team=team,
         mode=mode,
         dtype=dtype,
-        gated=config.attention.gated,
         context_parallel=context_parallel,
         formats=formats,
     )
@@ -669,20 +660,7 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
         activation = config.block.activation
         return TPMLP(intermediate_size=config.intermediate_size, activation=activation, **shared)
     return MoE(
-        intermediate_size=experts.intermediate_size,
-        num_experts=experts.num_experts,
-        num_experts_per_tok=experts.num_experts_per_tok,
-        norm_topk_prob=experts.norm_topk_prob,
-        scoring=experts.scoring,
-        router_bias=experts.router_bias,
-        groups=experts.groups,
-        group_limit=experts.group_limit,
-        scale=experts.scale,
-        shared_intermediate_size=experts.shared_intermediate_size,
-        shared_gate=experts.shared_gate,
-        bias=experts.bias,
-        logit_bias=experts.logit_bias,
-        clamped_swiglu=experts.clamped_swiglu,
+        **{one.name: getattr(experts, one.name) for one in fields(experts) if one.name != "layers"},
         layout=layout,
         projections=names.projections,
         router_name=names.router,

@@ -40,32 +40,33 @@ def _fill(name: str, shard: Shard, generator: torch.Generator) -> None:
     if isinstance(shard, CutShard):
         shard.fill_dummy(generator)
     elif shard.target.dtype == E4M3:
-        # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
         drawn = torch.empty(shard.target.shape, device=shard.target.device)
-        shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))
+        shard.target.copy_(_drawn(name, drawn, generator, e4m3=True))
         if isinstance(shard, QuantizedShard):
             shard.scales.fill_(2e-4)
-    elif name.endswith(SCALES):
-        # An input of 50 is as large as e4m3 can be.
-        shard.target.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
-    elif "norm" in name:
-        shard.target.normal_(1.0, 0.05, generator=generator)
     else:
-        # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
-        shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
+        _drawn(name, shard.target, generator)
 
 
 def whole_dummy(name: str, shard: Shard, device: torch.device, seed: int) -> torch.Tensor:
     """The whole tensor of a shard, by its name alone."""
     generator = torch.Generator(device)
     generator.manual_seed(seed * 7919 + zlib.crc32(name.encode()))
-    stored = shard.stored
     dtype = torch.float32 if shard.target.itemsize == 1 else shard.target.dtype
-    x = torch.empty(shard.shape, dtype=dtype, device=device)
+    e4m3 = shard.stored == E4M3 and not name.endswith(SCALES)
+    drawn = _drawn(name, torch.empty(shard.shape, dtype=dtype, device=device), generator, e4m3=e4m3)
+    return drawn.to(E4M3) if e4m3 else drawn
+
+
+def _drawn(name: str, x: torch.Tensor, generator: torch.Generator, *, e4m3: bool = False) -> torch.Tensor:
+    """`x`, filled in place."""
+    if e4m3:
+        # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
+        return x.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448)
     if name.endswith(SCALES):
+        # An input of 50 is as large as e4m3 can be.
         return x.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
-    if stored == E4M3:
-        return x.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448).to(E4M3)
     if "norm" in name:
         return x.normal_(1.0, 0.05, generator=generator)
+    # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
     return x.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.buffers import Close, group_of, ordinary, symmetric, windowed
-from weft.bench.ops.normed import add_norm, compiled_add_norm, copy_into, then_norm
+from weft.bench.ops.normed import add_norm, compiled_add_norm, copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.ops.gemm.cublas import matmul
 
@@ -112,19 +113,20 @@ def low_contention_reduce_scatter(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def nccl_then_norm(problem: OpProblem, norm: Callable) -> Prepared:
-    group = group_of(problem)
+    group, buffers = group_of(problem), [x.clone() for x, *_ in problem.sets]
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=group)
-        return x
+    def run(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        dist.all_reduce(buffers[number], group=group)
+        return norm(buffers[number], *problem.sets[number][1:])
 
-    return replace(then_norm(problem, [x.clone() for x, *_ in problem.sets], call, norm), in_place=True)
+    return _collective(problem, buffers, run, in_place=True)
 
 
 def torch_then_norm(problem: OpProblem, norm: Callable) -> Prepared:
     name, x = group_of(problem).group_name, problem.sets[0][0]
     buffer = symmetric(problem, tuple(x.shape))
-    return then_norm(problem, [buffer] * len(problem.sets), lambda x: one_shot(x, name), norm)
+    run = lambda number: norm(one_shot(buffer, name), *problem.sets[number][1:])  # noqa: E731
+    return _collective(problem, [buffer] * len(problem.sets), run)
 
 
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
@@ -211,23 +213,27 @@ def fused_matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, name: str) -> 
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
 
 
-def _provider(name: str, op: str, make: Callable[[OpProblem], Prepared], role: str = "other") -> Provider:
-    return Provider(name=name, ops=(op,), role=role, make=make)
+def _provider(name: str, op: str, make: Callable[..., Prepared], *arguments: object, role: str = "other") -> Provider:
+    return Provider(name=name, ops=(op,), role=role, make=lambda problem: make(problem, *arguments))
 
 
 def _alone(op: str, role: str) -> tuple[Provider, Provider]:
     """Each rank's GEMM alone, and on request by torch.mm's choice of an algorithm."""
-    by_torch = replace(
-        _provider("torch.mm", op, lambda problem: gemm(problem, torch_mm), role), on_request=True, rare=True
-    )
-    return _provider("cublas", op, gemm, role), by_torch
+    by_torch = replace(_provider("torch.mm", op, gemm, torch_mm, role=role), on_request=True, rare=True)
+    return _provider("cublas", op, gemm, role=role), by_torch
 
 
 def _with_window(name: str, op: str, make: Callable[..., Prepared], *arguments: object) -> tuple[Provider, Provider]:
     """The baseline with ordinary buffers, and with buffers in a window."""
+    in_window = partial(make, place=windowed)
+    return _provider(name, op, make, *arguments), _provider(f"{name}.window", op, in_window, *arguments)
+
+
+def _then_norm(name: str, make: Callable[..., Prepared]) -> tuple[Provider, Provider]:
+    """The baseline with torch's addition and norm, and with compiled ones."""
     return (
-        _provider(name, op, lambda problem: make(problem, *arguments)),
-        _provider(f"{name}.window", op, lambda problem: make(problem, *arguments, place=windowed)),
+        _provider(f"{name}+torch", "all-reduce-rms-norm", make, add_norm),
+        _provider(f"{name}+compile", "all-reduce-rms-norm", lambda problem: make(problem, compiled_add_norm())),
     )
 
 
@@ -239,26 +245,20 @@ BASELINES = (
     *_with_window("nccl", "all-to-all", nccl, "all_to_all_single", lambda elements, world: elements),
     *_with_window("nccl", "sequence-to-heads", nccl_heads),
     *_with_window("nccl", "heads-to-sequence", nccl_heads),
-    _provider("torch.one_shot", "all-reduce", lambda problem: torch_all_reduce(problem, one_shot)),
-    _provider("torch.two_shot", "all-reduce", lambda problem: torch_all_reduce(problem, two_shot)),
-    _provider("torch.low_contention", "all-gather", lambda problem: low_contention(problem, low_contention_all_gather)),
-    _provider(
-        "torch.low_contention", "reduce-scatter", lambda problem: low_contention(problem, low_contention_reduce_scatter)
-    ),
-    _provider("nccl+torch", "all-reduce-rms-norm", lambda problem: nccl_then_norm(problem, add_norm)),
-    _provider("nccl+compile", "all-reduce-rms-norm", lambda problem: nccl_then_norm(problem, compiled_add_norm())),
-    _provider("torch.one_shot+torch", "all-reduce-rms-norm", lambda problem: torch_then_norm(problem, add_norm)),
-    _provider(
-        "torch.one_shot+compile", "all-reduce-rms-norm", lambda problem: torch_then_norm(problem, compiled_add_norm())
-    ),
+    _provider("torch.one_shot", "all-reduce", torch_all_reduce, one_shot),
+    _provider("torch.two_shot", "all-reduce", torch_all_reduce, two_shot),
+    _provider("torch.low_contention", "all-gather", low_contention, low_contention_all_gather),
+    _provider("torch.low_contention", "reduce-scatter", low_contention, low_contention_reduce_scatter),
+    *_then_norm("nccl", nccl_then_norm),
+    *_then_norm("torch.one_shot", torch_then_norm),
     *_alone("gemm", "other"),
     *_with_window("cublas+nccl", "ag-gemm", nccl_and_cublas),
     *_with_window("cublas+nccl", "gemm-rs", cublas_and_nccl),
     *_with_window("cublas+nccl", "gemm-ar", cublas_and_nccl),
-    _provider("torch.fused", "ag-gemm", lambda problem: torch_fused(problem, fused_all_gather_matmul)),
-    _provider("torch.fused", "gemm-rs", lambda problem: torch_fused(problem, fused_matmul_reduce_scatter)),
-    _provider("cublas+torch.one_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, one_shot)),
-    _provider("cublas+torch.two_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, two_shot)),
+    _provider("torch.fused", "ag-gemm", torch_fused, fused_all_gather_matmul),
+    _provider("torch.fused", "gemm-rs", torch_fused, fused_matmul_reduce_scatter),
+    _provider("cublas+torch.one_shot", "gemm-ar", cublas_and_torch, one_shot),
+    _provider("cublas+torch.two_shot", "gemm-ar", cublas_and_torch, two_shot),
     *_alone("ag-gemm", "ceiling"),
     *_alone("gemm-rs", "ceiling"),
     *_alone("gemm-ar", "ceiling"),

@@ -31,7 +31,7 @@ from weft.engine.params import Kind
 from weft.engine.sampling import WIDTH, Choice, choose_tokens, token_logprobs
 from weft.models import Decoder
 from weft.parallel.step import PagedCache, Step
-from weft.runtime.copying import upload
+from weft.runtime.copying import to_device, upload
 from weft.runtime.team.rail import Piece, Rail
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Pipeline:
             if adapters is not None:
                 step = replace(step, adapters=adapters[begin:end])
             here = [index for index, row in enumerate(rows) if begin <= row < end]
-            asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
+            asked = to_device((rows[index] - begin for index in here), tokens.device) if here else None
             passes.append(Pass(tokens[begin:end], step, asked, bool(here)))
             order += here
         logits = self.run(passes, cache)

@@ -25,7 +25,7 @@ from weft.ops.linear_attention.sequence_chunks import CHUNK
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.copying import upload
+from weft.runtime.copying import to_device, upload
 
 if TYPE_CHECKING:
     from weft.models import Decoder
@@ -58,6 +58,15 @@ class PrefillChunk:
     pooling: str | None = None
     adapter: int = -1
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Numbers of tokens before and in the chunk."""
+        return self.before, len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.before + len(self.tokens)
+
 
 class Prefilled(NamedTuple):
     """Result of chunks of prompts.
@@ -83,9 +92,9 @@ def prefill_eagerly(
     """
     device = pipeline.team.device
     table = padded_pages(chunks, device)
-    tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
+    tokens = to_device((token for chunk in chunks for token in chunk.tokens), device)
     last, scored = _rows_of(chunks)
-    sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+    sequences = [chunk.span for chunk in chunks]
     with outputs_of(pipeline.model, any(chunk.pooling for chunk in chunks)) as outputs:
         slots = [chunk.slot for chunk in chunks]
         logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, slots, _adapters_of(pipeline, chunks))
@@ -106,8 +115,8 @@ def _choose(
     if not chunks:
         return None
     device, params = pipeline.team.device, [chunk.params for chunk in chunks]
-    position = upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device)
-    rows = upload(torch.tensor([chunk.slot for chunk in chunks]), device)
+    position = to_device((chunk.end for chunk in chunks), device)
+    rows = to_device((chunk.slot for chunk in chunks), device)
     choice = Choice.of_requests(params, position, adjustments=adjustments, rows=rows)
     return pipeline.choose(logits, choice, joint_kind(params))
 
@@ -117,7 +126,7 @@ def _adapters_of(pipeline: Pipeline, chunks: Sequence[PrefillChunk]) -> torch.Te
     if not pipeline.model.adapters:
         return None
     numbers = [chunk.adapter for chunk in chunks for _ in chunk.tokens]
-    return upload(torch.tensor(numbers, dtype=torch.int32), pipeline.team.device)
+    return to_device(numbers, pipeline.team.device, torch.int32)
 
 
 def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int]]:
@@ -135,7 +144,7 @@ def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int]]:
 
 def _score(pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> dict[int, torch.Tensor]:
     """Log-probabilities of the chunks' targets under all their logits, by slot."""
-    targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), pipeline.team.device)
+    targets = to_device((token for chunk in chunks for token in chunk.targets), pipeline.team.device)
     rows = pipeline.logprobs(logits, targets)
     parts = rows.split([len(chunk.targets) for chunk in chunks])
     return {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
@@ -339,7 +348,7 @@ class StaticPrefill:
         """Sequence ranges of these chunks in host memory."""
         if self._padded:
             return SequenceRanges.make(self._padded, self.model.group, self.model.dtype)
-        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+        sequences = [chunk.span for chunk in chunks]
         sizes = {"tokens": self.shape.tokens, "batch": self.shape.batch}
         return SequenceRanges.make(sequences, self.model.group, self.model.dtype, **sizes)
 
@@ -354,7 +363,7 @@ class StaticPrefill:
         for row, chunk, start in zip(table, chunks, self.starts(chunks), strict=False):
             pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
             row[: len(pages)] = pages
-            at = numpy.arange(chunk.before, chunk.before + len(chunk.tokens))
+            at = numpy.arange(chunk.before, chunk.end)
             here = slice(start, start + len(at))
             slots = pages[at // (size * world_size)] * size + at % size
             cache_slots[here] = numpy.where(at // size % world_size == rank, slots, -1)
@@ -379,7 +388,7 @@ class StaticPrefill:
             spans=ranges.spans,
             tiles=ranges.tiles,
             rows=padded(rows, 0),
-            lengths=padded([chunk.before + len(chunk.tokens) for chunk in chunks], 1),
+            lengths=padded([chunk.end for chunk in chunks], 1),
             seed=padded([p.seed for p in params], 0),
             temperature=padded([p.temperature for p in params], 0.0, torch.float32),
             top_p=padded([p.top_p for p in params], 1.0, torch.float32),
@@ -416,7 +425,7 @@ class StaticPrefill:
         """(page table of the gathered pages, their entries, slots of the tokens in them) of a spread cache."""
         world_size, size = self.model.team.size, self.cache.page_size
         layout = GatheredLayout.make(
-            [(chunk.before, len(chunk.tokens)) for chunk in chunks],
+            [chunk.span for chunk in chunks],
             size,
             world_size,
             window=self.model.window,

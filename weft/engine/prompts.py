@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +17,7 @@ from weft.models import Decoder
 from weft.parallel.context import gathered_entries
 from weft.parallel.step import Chunk, limits_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.copying import upload
-
-if TYPE_CHECKING:
-    from weft.engine.prefill import PrefillChunk
+from weft.runtime.copying import to_device
 
 # Token counts: powers of two up to ROWS, then its multiples, and above 2048 multiples of a sixteenth of the next power of two.
 # cuBLAS may take longer for rows in between than for the next multiple of 128 (ROWS of weft/engine/graphs.py).
@@ -197,7 +194,7 @@ class Prompts:
             self._launched[shape] += 1
             self.longest = max(self.longest, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of equal length share an attention call.
-            chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
+            chunks = sorted(chunks, key=lambda chunk: chunk.span)
             starts = accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
             given = self._pipeline, self._decoding.cache, chunks, self._decoding.adjustments
             chosen, logprobs, self.logprobs, self.pooled = prefill_eagerly(*given)
@@ -210,17 +207,16 @@ class Prompts:
         if not ends:
             return
         device = self._pipeline.team.device
-        slots = upload(torch.tensor([chunks[index].slot for index in ends]), device)
+        slots = to_device((chunks[index].slot for index in ends), device)
         kind, rows = _kind_of(chunks), None
         if len(ends) < len(chosen):
-            rows = upload(torch.tensor(ends), device)
+            rows = to_device(ends, device)
             chosen = chosen[rows]
         self._decoding.tokens.index_copy_(0, slots, chosen)
         if Kind.LOGPROBS in kind:
             self._decoding.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
         if Kind.ADJUSTED in kind and self._pipeline.is_last:
-            ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
-            self._decoding.note(slots, chosen, upload(torch.tensor(ends), device))
+            self._decoding.note(slots, chosen, to_device((chunks[index].end for index in ends), device))
 
     def shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""

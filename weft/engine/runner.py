@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,11 +24,8 @@ from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes, memory_of
 from weft.parallel.step import PagedCache
-from weft.runtime.copying import upload
+from weft.runtime.copying import move_rows, to_device
 from weft.runtime.logs import logger_of
-
-if TYPE_CHECKING:
-    from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
@@ -47,7 +43,7 @@ class Runner:
     Prompts have one per shape (weft.engine.prompts). After `warm_up` all graphs are there. Unused slots have position -1.
 
     entry_tokens    tokens of an entry of the page table: of a page, or of a page of each rank
-    decoding        the slots' tensors, and the cache
+    decoding        the slots' tensors, and the cache; `slots`, `tokens` and `logprobs` are its
     verifying       decode steps with drafts; None: without speculation
     buckets         batch sizes that decode steps are padded to
     largest_decode  most slots of one decode step so far, padding included
@@ -70,11 +66,13 @@ class Runner:
         check_instance("config", config, EngineConfig, "an EngineConfig")
         self.model, self.max_batch = model, config.max_batch
         self.pipeline = Pipeline.whole(model) if pipeline is None else replace(pipeline, model=model)
+        self.team = self.pipeline.team
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
         self.entry_tokens = config.page_size * (model.team.size if model.context_parallel else 1)
         max_seq_len = config.max_seq_len or model.config.max_position_embeddings
-        slots = Slots(self.max_batch, -(-max_seq_len // self.entry_tokens), self.team.device)
-        self.decoding = DecodeGraph(self.pipeline, slots, config.page_size)
+        self.slots = Slots(self.max_batch, -(-max_seq_len // self.entry_tokens), self.team.device)
+        self.decoding = DecodeGraph(self.pipeline, self.slots, config.page_size)
+        self.tokens, self.logprobs = self.decoding.tokens, self.decoding.logprobs
         self.buckets, self.largest_decode = decode_buckets(self.max_batch), 0
         self._open = self.buckets  # the ones that steps take
         self.graphs = Graphs(self.team)
@@ -96,25 +94,6 @@ class Runner:
             del page
         self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
-
-    @property
-    def team(self) -> Team:
-        return self.pipeline.team
-
-    @property
-    def slots(self) -> Slots:
-        """Positions, page tables and sampling parameters of the slots."""
-        return self.decoding.slots
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """Newest token of each slot, [max_batch] int64."""
-        return self.decoding.tokens
-
-    @property
-    def logprobs(self) -> torch.Tensor:
-        """Rows of weft.engine.sampling of the newest tokens, of slots that ask for them."""
-        return self.decoding.logprobs
 
     @property
     def cache(self) -> PagedCache:
@@ -230,7 +209,7 @@ class Runner:
             self.cache.states.save(self._on_device(kept.values()), self._on_device(kept))
 
     def _on_device(self, values: Iterable[int]) -> torch.Tensor:
-        return upload(torch.tensor(list(values)), self.team.device)
+        return to_device(values, self.team.device)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
         """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""
@@ -254,10 +233,9 @@ class Runner:
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         """Move the tokens of slots, (from, to); call `slots.send` before the next decode step."""
-        sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
-        self.tokens.index_copy_(0, targets, self.tokens[sources])
+        move_rows(moves, self.tokens)
         if self.cache.states is not None:
-            self.cache.states.move(sources, targets)
+            self.cache.states.move(*map(self._on_device, zip(*moves, strict=True)))
         if self.verifying is not None:
             self.verifying.drafter.move(moves)
         if self.adjustments is not None:

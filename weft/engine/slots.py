@@ -32,7 +32,7 @@ from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adju
 from weft.ops.vocab.note_tokens import note
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.copying import upload
+from weft.runtime.copying import to_device, upload
 from weft.text.grammars import Guide
 
 # Fields of a slot that are one number.
@@ -365,4 +365,4 @@ class Adjustments:
         return self._upload(index, torch.int64), self._upload(kept, row.dtype)
 
     def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
-        return upload(torch.tensor(values, dtype=dtype), self.state.bias.device)
+        return to_device(values, self.state.bias.device, dtype)

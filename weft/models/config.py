@@ -171,6 +171,13 @@ class DecoderConfig:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.in_layer(layer)
+
+    def has_state(self, layer: int) -> bool:
+        """True for a layer with a gated delta net, which has a state in place of keys and values."""
+        return self.linear_attention is not None and self.linear_attention.layers[layer]
+
     def rotary_of(self, layer: int) -> Rotary | None:
         """Rotary embedding of a layer; None: it has none."""
         if not self.attention.rotated[layer % len(self.attention.rotated)]:
@@ -197,9 +204,8 @@ class DecoderConfig:
 
     def _projections(self, layers: range) -> int:
         """Number of weights before gated delta nets and gated attention, for which no 4 bits are made."""
-        linear, columns = self.linear_attention, 0
-        of_linear = 0 if linear is None else sum(linear.layers[layer] for layer in layers)
-        if linear is not None:
+        of_linear, columns = sum(map(self.has_state, layers)), 0
+        if (linear := self.linear_attention) is not None:
             columns += of_linear * (linear.parameters - linear.value_heads * linear.value_dim)
         if self.attention.gated:
             of_head = 2 * (self.num_attention_heads + self.num_key_value_heads)
@@ -223,12 +229,11 @@ class DecoderConfig:
         mlp = (3 if self.block.gated else 2) * self.intermediate_size
         columns = len(layers) * (attention + mlp)
         if (linear := self.linear_attention) is not None:
-            columns += sum(linear.layers[layer] for layer in layers) * (linear.parameters - attention)
+            columns += sum(map(self.has_state, layers)) * (linear.parameters - attention)
         if self.experts is not None:
-            mixtures = sum(self.experts.in_layer(layer) for layer in layers)
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
             of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
-            columns += mixtures * (of_experts - mlp)
+            columns += sum(map(self.has_experts, layers)) * (of_experts - mlp)
         return self._embeddings(layers) + self.hidden_size * columns + latents
 
     def cached_elements(self, ranks: int = 1) -> int:

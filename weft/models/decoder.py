@@ -46,7 +46,7 @@ from weft.parallel.step import LatentCache, PagedCache, Step
 from weft.parallel.step_plan import plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights, tensor_of
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from weft.runtime.copying import upload
+from weft.runtime.copying import to_device
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm, self.mlp_out_norm = (
             _norm(config, team, dtype) if block.norms_after else None for _ in range(2)
         )
-        linear = config.linear_attention
         self.self_attn = self.linear_attn = None
-        if linear is not None and linear.layers[index]:
+        if config.has_state(index):
+            linear = config.linear_attention
             self.linear_attn = TPGatedDeltaNet(
                 hidden_size=config.hidden_size,
                 whole=DeltaSizes(linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim),
@@ -303,8 +303,8 @@ class Decoder(nn.Module):
 
     def _read_cache_scales(self, checkpoint: Checkpoint) -> list[str]:
         """Names of the scales of keys and values of all layers; reads this rank's for a cache in fp8."""
-        weights, linear = self.config.family.weights, self.config.linear_attention
-        attending = [at for at in range(self.config.num_hidden_layers) if linear is None or not linear.layers[at]]
+        weights = self.config.family.weights
+        attending = [at for at in range(self.config.num_hidden_layers) if not self.config.has_state(at)]
         names = scale_names(checkpoint, weights, attending)
         if names and self.cache_dtype == E4M3:
             own = scale_names(checkpoint, weights, [at for at in attending if at in self.span])
@@ -511,7 +511,7 @@ class Decoder(nn.Module):
             return replace(step, state_slots=chunks.slots, state_chunks=chunks)
         if slots is None:
             return replace(step, state_slots=torch.arange(sequences, dtype=torch.int32, device=device))
-        return replace(step, state_slots=upload(torch.tensor(slots, dtype=torch.int32), device))
+        return replace(step, state_slots=to_device(slots, device, torch.int32))
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
@@ -656,7 +656,7 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
     """MLP of a layer, or its experts."""
     experts, names = config.experts, config.family.weights
     shared = {"hidden_size": config.hidden_size, **options}
-    if experts is None or not experts.in_layer(index):
+    if not config.has_experts(index):
         activation = config.block.activation
         return TPMLP(intermediate_size=config.intermediate_size, activation=activation, **shared)
     return MoE(

@@ -17,11 +17,7 @@ def layer_of(config: DecoderConfig, world_size: int, slices: bool = False, item:
     slices   experts are split by their features, else whole
     item     bytes of an element that is not quantized
     """
-    kinds = [
-        (config.linear_attention is not None and config.linear_attention.layers[at],
-         config.experts is not None and config.experts.in_layer(at))
-        for at in range(config.num_hidden_layers)
-    ]  # fmt: skip
+    kinds = [(config.has_state(at), config.has_experts(at)) for at in range(config.num_hidden_layers)]
     [(kind, _)] = Counter(kinds).most_common(1)
     linear, has_experts = kind
     qkv, o = _linear(config, world_size) if linear else _attention(config, world_size)
@@ -43,7 +39,7 @@ def mixture_of(config: DecoderConfig, world_size: int, slices: bool = False, ite
         held //= world_size
     shared = cdiv(experts.shared_intermediate_size or 0, world_size)
     names = config.family.weights
-    layers = [at for at in range(config.num_hidden_layers) if experts.in_layer(at)]
+    layers = [at for at in range(config.num_hidden_layers) if config.has_experts(at)]
     variant = _variant(config, layers, f"{names.mlp}.experts.0.{names.projections[2]}", item)
     return Mixture(experts.num_experts_per_tok, experts.num_experts, held, features, shared, variant)
 

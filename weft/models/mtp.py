@@ -96,7 +96,7 @@ class Mtp(nn.Module):
         quantized = made is not None and made.method in MADE and made == Quantization.made(made.method)
         quantized |= any(name.startswith(f"{layer}.") and name.endswith(QUANTIZED) for name in names)
         last = model.config.num_hidden_layers - 1
-        if f"{layer}.mlp.gate_proj.weight" in names and model.config.experts and model.config.experts.in_layer(last):
+        if f"{layer}.mlp.gate_proj.weight" in names and model.config.has_experts(last):
             raise ValueError(
                 f"{checkpoint.directory} has an MTP head without experts after layers with experts, which weft does not run; "
                 f"leave out method='mtp'"

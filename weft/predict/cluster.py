@@ -74,16 +74,15 @@ def memory_of(
     width = 8 * config.hidden_size + 4 * max(config.intermediate_size, config.hidden_size) // layout.world_size
     activations = chunk_tokens * width * config.dtype.itemsize
     elements = config.cached_elements(1 if layout.spread else layout.world_size)
-    linear = config.linear_attention
-    paged = sum(1 for layer in layers if linear is None or not linear.layers[layer])
-    page = max(1, paged) * page_size * elements * layout.cache_bytes
+    with_states = sum(map(config.has_state, layers))
+    page = max(1, len(layers) - with_states) * page_size * elements * layout.cache_bytes
     slot = 0
-    if linear is not None:
+    if (linear := config.linear_attention) is not None:
         # The states in fp32, and the inputs of the last tokens; those of drafts are few bytes more.
         state = 4 * linear.value_heads * linear.value_dim * linear.key_dim
         columns = 2 * linear.key_heads * linear.key_dim + linear.value_heads * (linear.value_dim + 2)
         state += linear.taps * columns * config.dtype.itemsize
-        slot = sum(linear.layers[layer] for layer in layers) * state // layout.world_size
+        slot = with_states * state // layout.world_size
     left = cluster.memory_bytes - weights - activations - CONTEXT_BYTES - HEAP_BYTES - GRAPH_BYTES
     return Memory(
         total=cluster.memory_bytes,

@@ -7,6 +7,7 @@ ranks are alike. The launches follow weft/parallel; what recipes change is in ``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -128,12 +129,10 @@ def launches(
     config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str, gathers: bool = False
 ) -> Iterator[Launch]:
     """Launches of a step, in the order of a layer. gathers: as of ``Pass``."""
-    kinds: dict[tuple, int] = {}
-    for layer in range(config.num_hidden_layers):
-        linear = config.linear_attention is not None and config.linear_attention.layers[layer]
-        experts = config.experts is not None and config.experts.in_layer(layer)
-        kind = (config.attention.window(layer), linear, experts)
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(
+        (config.attention.window(layer), config.has_state(layer), config.has_experts(layer))
+        for layer in range(config.num_hidden_layers)
+    )
     of = _Layer(config, step, layout, recipe, gathers)
     batch = of.tokens if step[2] == 1 else of.batch  # rows of logits
     for (window, linear, experts), count in kinds.items():

@@ -22,7 +22,7 @@ from weft.engine.prefill import PrefillChunk, padded_pages
 from weft.engine.sampling import Choice
 from weft.engine.speculation.ngram import History
 from weft.models import Decoder
-from weft.runtime.copying import upload
+from weft.runtime.copying import to_device
 
 if TYPE_CHECKING:
     from weft.engine.slots import Slots
@@ -43,9 +43,8 @@ class ModelDrafter:
 
     def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None:
         device = self.pipeline.team.device
-        tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
-        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-        self.pipeline.prefill(tokens, sequences, padded_pages(chunks, device), self._cache, [])
+        tokens = to_device((token for chunk in chunks for token in chunk.tokens), device)
+        self.pipeline.prefill(tokens, [chunk.span for chunk in chunks], padded_pages(chunks, device), self._cache, [])
 
     def propose(self, batch: int, drafts: int) -> Tensor:
         self.history.note_newest(batch)
@@ -53,7 +52,7 @@ class ModelDrafter:
         last = self.slots.last[:batch]
         before = (first - 1).clamp(min=0)
         tokens = torch.stack(
-            (self.history.tokens[:batch].gather(1, before[:, None])[:, 0].long(), self._newest(batch)), 1
+            (self.history.tokens[:batch].gather(1, before[:, None])[:, 0].long(), self.history.newest[:batch]), 1
         )
         at = torch.stack((first - 1, first), 1)
         at = torch.where((first > 0)[:, None] & (first <= last)[:, None], at, -1)
@@ -72,9 +71,6 @@ class ModelDrafter:
             logits = self.pipeline.run([Pass(proposed[-1].clamp(min=0), step)], self._cache)
             proposed.append(choose_drafts(self.pipeline, self.slots, logits, position + 1))
         return torch.stack(proposed, 1)
-
-    def _newest(self, batch: int) -> Tensor:
-        return self.history.newest[:batch]
 
 
 def choose_drafts(pipeline: Pipeline, slots: Slots, logits: Tensor, position: Tensor) -> Tensor:

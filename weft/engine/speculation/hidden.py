@@ -28,7 +28,7 @@ from weft.models.decoder import Tap
 from weft.models.eagle3 import Eagle3
 from weft.models.mtp import Mtp
 from weft.parallel.step import Step
-from weft.runtime.copying import upload
+from weft.runtime.copying import move_rows, to_device
 
 
 class HiddenDrafter:
@@ -62,22 +62,23 @@ class HiddenDrafter:
     def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None:
         device = self.newest.device
         # Sequences of equal length share an attention call.
-        chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
+        chunks = sorted(chunks, key=lambda chunk: chunk.span)
         tokens, places, ends = [], [], []
         for chunk in chunks:
             tokens += [*chunk.tokens[1:], chunk.following or 0]
             places += range(rows[chunk.slot], rows[chunk.slot] + len(chunk.tokens))
             ends += [len(tokens) - 1] if chunk.choose else []
-        tokens, places = (upload(torch.tensor(values), device) for values in (tokens, places))
         having = [chunk for chunk in chunks if chunk.choose]
-        slots, ends = (upload(torch.tensor(x, dtype=torch.int64), device) for x in ([c.slot for c in having], ends))
+        slots = [chunk.slot for chunk in having]
+        tokens, places, slots, ends = (to_device(values, device) for values in (tokens, places, slots, ends))
         if having:
             tokens.index_copy_(0, ends, self.newest[slots].clamp(min=0))
-        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-        step = self.head.body.prefill_step(sequences, padded_pages(chunks, device), self.page_size)
+        step = self.head.body.prefill_step(
+            [chunk.span for chunk in chunks], padded_pages(chunks, device), self.page_size
+        )
         normed, states = self.head(tokens, self.hidden[places], step, self._cache, ends if having else None)
         if having:
-            position = upload(torch.tensor([chunk.before + len(chunk.tokens) + 1 for chunk in having]), device)
+            position = to_device((chunk.end + 1 for chunk in having), device)
             choice = Choice.of_requests([chunk.params for chunk in having], position)
             chosen, _ = self.pipeline.choose(self.head.logits(normed), choice, Kind.SAMPLED)
             self.first.index_copy_(0, slots, chosen)
@@ -111,6 +112,4 @@ class HiddenDrafter:
     def enter(self, slot: int, tokens: Sequence[int]) -> None: ...
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        sources, targets = (upload(torch.tensor(slots), self.newest.device) for slots in zip(*moves, strict=True))
-        for state in (self.first, self.states):
-            state.index_copy_(0, targets, state[sources])
+        move_rows(moves, self.first, self.states)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.ops.vocab.ngram_drafts import look_up
-from weft.runtime.copying import upload
+from weft.runtime.copying import move_rows, to_device
 
 if TYPE_CHECKING:
     from weft.engine.prefill import PrefillChunk
@@ -40,12 +40,11 @@ class History:
 
     def enter(self, slot: int, tokens: Sequence[int]) -> None:
         """Write a sequence's first tokens."""
-        self.tokens[slot, : len(tokens)] = upload(torch.tensor(tokens, dtype=torch.int32), self.tokens.device)
+        self.tokens[slot, : len(tokens)] = to_device(tokens, self.tokens.device, torch.int32)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move the tokens of slots, (from, to)."""
-        sources, targets = (upload(torch.tensor(slots), self.tokens.device) for slots in zip(*moves, strict=True))
-        self.tokens.index_copy_(0, targets, self.tokens[sources])
+        move_rows(moves, self.tokens)
 
     def _write(self, at: Tensor, tokens: Tensor) -> None:
         """Write `tokens` [batch, n] at places `at`; -1: nowhere."""

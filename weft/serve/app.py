@@ -20,13 +20,12 @@ from weft.engine.async_llm import AsyncLLM
 from weft.engine.params import SamplingParams, derived
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
-from weft.serve.checks import BadField
+from weft.serve.checks import BadField, json_of
 from weft.serve.choices import Choices
 from weft.serve.dialect import Dialect
 from weft.serve.fields import Asked
 from weft.serve.metrics import Metrics
 from weft.serve.options import ServeOptions
-from weft.serve.reply import Reply
 from weft.text.tokenizer import TokenBytes
 
 LONG_BODY_BYTES = 1 << 16
@@ -200,10 +199,6 @@ class Service:
         except CheckpointError:  # its text names folders of this machine
             raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
 
-    def reply(self, asked: Asked, prompt: Sequence[int]) -> Reply:
-        """Reader of one choice of an answer to this prompt."""
-        return self.dialect.reply(asked, prompt)
-
     def end(self, answer: Choices) -> None:
         """Forget an answer, and cancel what of it has not ended."""
         answer.end()
@@ -272,17 +267,13 @@ async def read(service: Service, request: Request, fields_of: Callable[[object],
 
     def decoded() -> T:
         try:
-            value = json.loads(body, parse_constant=_no_constant)
+            value = json_of(body)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
         return fields_of(value)
 
     # In a thread, since a long body takes a while; a thread takes longer than a short one.
     return decoded() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(decoded)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 class Answering(Protocol):

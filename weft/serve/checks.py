@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,15 @@ class BadField(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+def json_of(text: str | bytearray) -> Any:
+    """Decoded JSON. ValueError or RecursionError for what is none, such as NaN."""
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    return json.loads(text, parse_constant=refuse_constant)
 
 
 def given_of(body: object) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Completing:
         choices = []
         for index, ones in enumerate(pieces):
             prompt = self._answer.choices[index].request.prompt
-            reply = self._service.reply(self._asked, prompt)
+            reply = self._service.dialect.reply(self._asked, prompt)
             given = index, self._shape.whole(reply.push(ones)), ones, reply
             # In a thread with log-probabilities, of which a long answer has many; a thread takes longer than a short one.
             scored = self._asked.params.logprobs is not None
@@ -116,7 +116,9 @@ class Completing:
             return f"data: {as_json(content)}\n\n"
 
         try:
-            replies = [self._service.reply(self._asked, choice.request.prompt) for choice in self._answer.choices]
+            replies = [
+                self._service.dialect.reply(self._asked, choice.request.prompt) for choice in self._answer.choices
+            ]
             for index in range(len(replies) if self._shape.first else 0):
                 yield event([self._choice(index, self._shape.first, [])])
             unbegun = {*range(len(replies))} if self._asked.echo else set()

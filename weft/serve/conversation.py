@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from weft.arguments import quoted, shortened
@@ -35,17 +36,19 @@ def _message(name: str, message: object) -> dict[str, Any]:
     content = message.get("content")
     if content is None and message["role"] == "assistant" and beside.keys() - {"name"}:
         content = ""  # an answer that is calls, or reasoning, alone
-    return {"role": message["role"], "content": _text(f"{name}.content", content), **beside}
+    return {"role": message["role"], "content": text_of(f"{name}.content", content), **beside}
 
 
-def _text(name: str, content: object) -> str:
+def text_of(name: str, content: object, types: Collection[str] = ("text",)) -> str:
+    """Text of a message, also from parts of these types. BadField, of the field in `name`, for all else."""
+    field = name.partition("[")[0]
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise BadField(f"{name} holds {quoted(part)}; only text is supported", "messages")
+            if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
+                raise BadField(f"{name} holds {quoted(part)}; only text is supported", field)
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise BadField(f"{name}={quoted(content)} is not text", "messages")
+        raise BadField(f"{name}={quoted(content)} is not text or a list of parts", field)
     return content
 
 

@@ -46,7 +46,7 @@ class Reply:
 
 def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
     """Message of a whole answer. Its content is null beside calls alone, as OpenAI's is."""
-    said = _said(deltas)
+    said = delta_of(deltas)
     content = said.pop("content", None if "tool_calls" in said else "")
     for call in said.get("tool_calls", ()):
         del call["index"]
@@ -54,12 +54,7 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def delta_of(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """New part of a message."""
-    return _said(deltas)
-
-
-def _said(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Texts of deltas, joined by field, and of calls by index."""
+    """New part of a message: texts of deltas, joined by field, and of calls by index."""
     said: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:

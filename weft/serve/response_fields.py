@@ -10,6 +10,7 @@ from typing import Any
 from weft.arguments import check_int, quoted, shortened
 from weft.engine.params import SamplingParams
 from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
+from weft.serve.conversation import text_of
 from weft.serve.fields import NOT_OF_THE_MODEL, SAMPLING, Asked
 from weft.text.chat import as_json
 
@@ -149,10 +150,9 @@ def _add_message(at: str, item: Mapping[str, Any], messages: list[dict[str, Any]
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadField(f"{at}.role={quoted(role)} is not one of {', '.join(ROLES)}", "input")
-    message = {"role": ROLES[role], "content": _content(f"{at}.content", item.get("content"))}
-    if role == "assistant" and reasoning:
-        message["reasoning_content"] = "\n".join(reasoning)
-        reasoning.clear()
+    message = {"role": ROLES[role], "content": text_of(f"{at}.content", item.get("content"), TEXTS)}
+    if role == "assistant":
+        _add_reasoning(message, reasoning)
     if messages and message["role"] == "system" == messages[-1]["role"]:  # many templates take one
         messages[-1]["content"] += f"\n\n{message['content']}"
     else:
@@ -169,31 +169,23 @@ def _add_call(at: str, item: Mapping[str, Any], messages: list[dict[str, Any]], 
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or reasoning:
         last = {"role": "assistant", "content": None}
-        if reasoning:
-            last["reasoning_content"] = "\n".join(reasoning)
-            reasoning.clear()
+        _add_reasoning(last, reasoning)
         messages.append(last)
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
     last.setdefault("tool_calls", []).append(call)
+
+
+def _add_reasoning(message: dict[str, Any], reasoning: list[str]) -> None:
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+        reasoning.clear()
 
 
 def _output(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
     call_id = checked(f"{at}.call_id", a_text, item.get("call_id"))
     if not call_id:
         raise BadField(f"{at}.call_id is missing: it says which call this is the output of", "input")
-    return {"role": "tool", "tool_call_id": call_id, "content": _content(f"{at}.output", item.get("output"))}
-
-
-def _content(at: str, content: object) -> str:
-    """Text of a message or an output, from parts of text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadField(f"{at}={quoted(content)} is not text or a list of parts", "input")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            raise BadField(f"{at} holds {quoted(part)}; only text is supported", "input")
-    return "\n".join(part["text"] for part in content)
+    return {"role": "tool", "tool_call_id": call_id, "content": text_of(f"{at}.output", item.get("output"), TEXTS)}
 
 
 def _reasoning_text(at: str, item: Mapping[str, Any]) -> str:

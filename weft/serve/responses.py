@@ -69,7 +69,7 @@ class Growing:
     async def _grow(self) -> AsyncIterator[Event]:
         """Events of the output's items, as pieces arrive."""
         asked = self._asked.asked
-        reply = self._service.reply(asked, self._answer.choices[0].request.prompt)
+        reply = self._service.dialect.reply(asked, self._answer.choices[0].request.prompt)
         reason = None
         async for _, pieces in self._answer.arrivals():
             check_pieces(pieces)

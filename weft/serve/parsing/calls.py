@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weft.serve.checks import json_of
 from weft.serve.parsing.reading import BLANKS, Output, Reading, Text, call_object
 
 # Schemas of the functions' parameters, by function.
@@ -241,14 +242,10 @@ def _is_string(schema: object) -> bool:
 def _as_json(value: str) -> str:
     value = value.strip(BLANKS)
     try:
-        json.loads(value, parse_constant=_no_constant)
+        json_of(value)
         return value
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _object_or_content(text: Text, output: Output, mark: str, end: str) -> Reading[bool]:

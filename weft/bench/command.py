@@ -21,6 +21,7 @@ from weft.bench.ranks import leave, ranks
 from weft.bench.regret.command import RegretFlags
 from weft.console import (
     WORLD_SIZE,
+    TypedFlags,
     check_output,
     complete_device,
     from_flags,
@@ -53,7 +54,7 @@ EAGER_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl", "torch.fused", "torch.one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchFlags:
+class BenchFlags(TypedFlags):
     """Flags of `weft bench` as typed. ValueError for values that are wrong on any machine.
 
     ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS, with ``eager``: EAGER,
@@ -244,18 +245,9 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
     from weft.bench.regret import command as regret
 
     shapes = asked.shapes_by_op()
-    for flag, given in {
-        "--out": asked.out,
-        "--plot": asked.plot,
-        "--nodes": asked.nodes,
-        "--eager": asked.eager,
-        "--providers": asked.providers,
-        "--baselines": asked.baselines,
-        "--list-providers": asked.list_providers,
-        "--one-by-one": asked.one_by_one,
-    }.items():
-        if given:
-            raise ValueError(f"{flag} does not go with --regret; leave it out, and write rows with --json FILE")
+    unfit = "out", "plot", "nodes", "eager", "providers", "baselines", "list_providers", "one_by_one"
+    for flag in asked.given(*unfit):
+        raise ValueError(f"{flag} does not go with --regret; leave it out, and write rows with --json FILE")
     if all(shapes.values()) and (given := asked.of_regret.given("seed", "listed", "drawn")):
         raise ValueError(f"{next(iter(given))} has no effect, since each op has shapes; leave it out")
     if simulated and not asked.check_only and not all(shapes.values()):
@@ -269,12 +261,10 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
         for size in sizes
     ]
     if asked.check_only:
-        unused = {"--json": asked.json, "--quick": asked.quick, "--algorithm-cache": asked.algorithm_cache}
-        for flag, given in (unused | {"--seconds": asked.of_regret.seconds}).items():
-            if given:
-                raise ValueError(
-                    f"{flag} does not go with --regret --check-only, which prints plans and times nothing; leave one out"
-                )
+        for flag in asked.given("json", "quick", "algorithm_cache") | asked.of_regret.given("seconds"):
+            raise ValueError(
+                f"{flag} does not go with --regret --check-only, which prints plans and times nothing; leave one out"
+            )
         for size, made in runs:
             for line in regret.listing(asked.of_regret, made, here[size]):
                 typer.echo(line)
@@ -286,11 +276,9 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
 def _list_providers(asked: BenchFlags, runs: Runs) -> None:
     """Print the providers of each workload. ValueError for a flag of a measurement."""
     names = "json", "out", "plot", "check_only", "quick", "eager", "one_by_one", "algorithm_cache"
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(asked, name)]
-    given += {"--check", "--breakdown", "--random-cache"} & {*asked.of_models.given()}
-    if given:
+    for flag in asked.given(*names) | asked.of_models.given("check", "breakdown", "random_cache"):
         raise ValueError(
-            f"{given[0]} does not go with --list-providers, which prints names and measures nothing; leave one out"
+            f"{flag} does not go with --list-providers, which prints names and measures nothing; leave one out"
         )
     for workload in runs[0][1]:
         typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")

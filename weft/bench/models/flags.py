@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.arguments import did_you_mean
 from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
 from weft.bench.models.speculate import speculation_of
-from weft.console import check_simulable, layout_of, numbers, one_of, option, words
+from weft.console import TypedFlags, check_simulable, layout_of, numbers, one_of, option, words
 from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFlags:
+class ModelFlags(TypedFlags):
     """Flags of model benchmarks as typed; omitted ones are None. ValueError for invalid values."""
 
     model: str | None = option(None, "Published model, such as qwen3-32b, with random weights [of layers and models]")
@@ -44,11 +44,6 @@ class ModelFlags:
         "DRAFTS:TOKENS such as 3:2.5: verify drafts by look-up, and take this number of tokens a step on average, a "
         "stated acceptance; answers mean nothing and are only counted [generate]",
     )
-
-    def given(self) -> list[str]:
-        """Command-line names of the given flags."""
-        named = {f"--{one.name.replace('_', '-')}": getattr(self, one.name) for one in fields(self)}
-        return [flag for flag, value in named.items() if value is not None and value is not False]
 
     @property
     def modes(self) -> tuple[str, ...]:

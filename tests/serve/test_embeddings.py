@@ -126,7 +126,7 @@ def test_what_is_wrong_is_refused_by_name(served):
     wrong = [
         ({}, "input", "input is missing"),
         ({"input": []}, "input", "input=[] is empty"),
-        ({"input": ["1", ""]}, "input", "is empty; a vector needs at least one token"),
+        ({"input": ["1", ""]}, "input", "is empty; send at least one token"),
         ({"input": ["1", 2]}, "input", "input[1]=2 is not a string or a list of token ids"),
         ({"input": "1", "encoding_format": "hex"}, "encoding_format", "encoding_format='hex' is not"),
         ({"input": "1", "dimensions": 0}, "dimensions", "dimensions=0 is not a positive integer"),

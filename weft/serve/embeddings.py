@@ -13,13 +13,13 @@ import numpy
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from weft.arguments import check_choice, check_int, quoted
-from weft.engine.params import POOLINGS, Prompt, SamplingParams, as_prompts
+from weft.arguments import check_choice, check_int
+from weft.engine.params import POOLINGS, Prompt, SamplingParams
 from weft.errors import CheckpointError
 from weft.models.files import read_object
 from weft.serve.app import CLIENT_LEFT, Service, check_model, check_pieces, read, unless_left
 from weft.serve.checks import BadField, a_text, checked, given_among
-from weft.serve.fields import Asked
+from weft.serve.fields import Asked, prompts_of
 
 KNOWN = ("input", "model", "encoding_format", "dimensions", "pooling", "user", "cache_salt")
 NEUTRAL = {"normalize": (True,), "truncate_prompt_tokens": (-1,), "add_special_tokens": (True,)}
@@ -57,12 +57,7 @@ class AskedVectors:
             checked(name, lambda name, value, choices=choices: check_choice(name, value, choices), given.get(name))
         if "input" not in given:
             raise BadField("input is missing", "input")
-        try:
-            prompts = as_prompts(given["input"])
-        except ValueError as error:
-            raise BadField(str(error).replace("prompts", "input", 1), "input") from None
-        if not prompts or "" in prompts or [] in prompts:
-            raise BadField(f"input={quoted(given['input'])} is empty; a vector needs at least one token", "input")
+        prompts = prompts_of("input", given["input"])
         if len(prompts) > MOST_INPUTS:
             raise BadField(f"input has {len(prompts)} texts; send at most {MOST_INPUTS}", "input")
         return cls(

@@ -137,7 +137,7 @@ class Asked:
             model=checked("model", a_text, given.get("model")),
             messages=messages_of(given["messages"]) if chat else None,
             variables=checked("chat_template_kwargs", an_object, given.get("chat_template_kwargs")),
-            prompts=[] if chat else _prompts(given["prompt"]),
+            prompts=[] if chat else prompts_of("prompt", given["prompt"]),
             params=_params(given, chat, replace(defaults, max_tokens=None if chat else COMPLETION_TOKENS, seed=None)),
             n=checked("n", lambda name, n: check_int(name, n, 1, MOST_CHOICES), given.get("n", 1)),
             stream=stream,
@@ -257,11 +257,12 @@ def _by_token_id(value: object) -> object:
     return value
 
 
-def _prompts(value: object) -> list[Prompt]:
+def prompts_of(name: str, value: object) -> list[Prompt]:
+    """Texts and token ids of a field. BadField for ones that are none, or empty."""
     try:
         prompts = as_prompts(value)
     except ValueError as error:
-        raise BadField(str(error), "prompt") from None
+        raise BadField(str(error).replace("prompts", name, 1), name) from None
     if not prompts or [] in prompts or "" in prompts:
-        raise BadField(f"prompt={quoted(value)} is empty; a prompt needs at least one token", "prompt")
+        raise BadField(f"{name}={quoted(value)} is empty; send at least one token", name)
     return prompts

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.arguments import did_you_mean, is_integer, quoted
+from weft.arguments import check_int, check_number, did_you_mean, is_integer, quoted
 from weft.runtime.files import text_of
 
 SCHEMA = 1
@@ -121,7 +122,7 @@ def of(content: object) -> Load:
     if rate is not None:
         rate = _number("arrivals_per_second", rate, 1e-6, 1e6)
     if concurrency is not None:
-        concurrency = _count("concurrency", concurrency, 1 << 20)
+        concurrency = check_int("concurrency", concurrency, 1, 1 << 20)
     targets = content.get("targets", {})
     _only("targets.", targets, TARGETS)
     drafts = content.get("drafts")
@@ -145,15 +146,8 @@ def _only(prefix: str, content: object, known: tuple[str, ...]) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name}={quoted(value)} is not a number in {low:g} .. {high:g}")
+    check_number(name, value, low, high, f"a number in {low:g} .. {high:g}")
     return float(value)
-
-
-def _count(name: str, value: object, most: int) -> int:
-    if not is_integer(value) or not 1 <= value <= most:
-        raise ValueError(f"{name}={quoted(value)} is not an integer in 1 .. {most}")
-    return value
 
 
 def _drafts(content: object) -> Drafts:
@@ -163,7 +157,7 @@ def _drafts(content: object) -> Drafts:
     if method not in ("ngram", "mtp", "eagle3", "draft_model"):
         raise ValueError(f"drafts.method={quoted(method)} is not one of ngram, mtp, eagle3, draft_model")
     acceptance = _number("drafts.acceptance", content.get("acceptance"), 0.0, 1.0)
-    return Drafts(method=method, acceptance=acceptance, most=_count("drafts.most", content.get("most", 4), 8))
+    return Drafts(method=method, acceptance=acceptance, most=check_int("drafts.most", content.get("most", 4), 1, 8))
 
 
 def _lengths(name: str, given: Any) -> Lengths:
@@ -176,9 +170,7 @@ def _lengths(name: str, given: Any) -> Lengths:
         raise ValueError(
             f"{name}={quoted(given)} is not a number of tokens, a list of some, or an object with percentiles"
         )
-    counts: dict[int, int] = {}
-    for value in sorted(values):
-        counts[value] = counts.get(value, 0) + 1
+    counts = Counter(sorted(values))
     return Lengths(tuple(counts), tuple(count / len(values) for count in counts.values()))
 
 

@@ -13,14 +13,13 @@ import typer
 from weft.arguments import quoted
 from weft.cli.engine_flags import ENGINES_LOAD, MODEL, EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, option, single_valued
-from weft.runtime.early import collections_held, early_processes
+from weft.runtime.early import EarlyProcesses, collections_held, early_processes
 from weft.runtime.environment import coordinates
 from weft.runtime.launch import early_ranks
 from weft.serve.options import KEEP_ALIVE, MAX_BODY_BYTES, MAX_WAITING, ServeOptions
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
-    from weft.runtime.early import EarlyProcesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from weft.arguments import (
 from weft.engine import followed
 from weft.engine.followed import ServingPlan
 from weft.engine.speculation.options import SpeculativeConfig
-from weft.parallel.modes import mode_named
+from weft.parallel.modes import Mode, mode_named
 from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from weft.layers.moe import Layout
     from weft.models import DecoderConfig
     from weft.models.checkpoint import Progress
-    from weft.parallel.modes import Mode
 
 MAX_BATCH = 1 << 16
 MOST_ADAPTERS = 64

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.answers import columns_of, pieces_of_columns
+from weft.engine.answers import Load, Piece, columns_of, pieces_of_columns
 from weft.engine.config import Watchers
 from weft.errors import PeerFailed, WeftError
 from weft.runtime import logs
@@ -30,7 +30,6 @@ from weft.runtime.codec import decode, encode
 from weft.runtime.launch import launch_on_pipes
 
 if TYPE_CHECKING:
-    from weft.engine.answers import Load, Piece
     from weft.engine.engine import Engine
     from weft.engine.params import Prompt, SamplingParams
     from weft.runtime.early import EarlyProcesses

@@ -95,19 +95,10 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 MOST_BITS = {"num_hidden_layers": 16, "head_dim": 16}
 # Keys that weft reads of every family; eos_token_id in Checkpoint.
 READ = {
-    *(
-        "model_type",
-        *SIZES,
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_parameters",
-        "rope_scaling",
-    ),
-    *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id"),
-    *("architectures", "quantization_config"),
-}
+    "model_type", *SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling",
+    "max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "architectures",
+    "quantization_config",
+}  # fmt: skip
 
 # Keys that may have these values and no other ones, in families that do not say otherwise.
 SUPPORTED: dict[str, tuple[Any, ...]] = {

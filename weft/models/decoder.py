@@ -148,15 +148,11 @@ class Decoder(nn.Module):
     mode   "reference", "sequence_parallel", "replicated", "invariant" (docs/same-bits.md), or "auto", which chooses between
            the second and the third by the number of tokens
     fused  local work between the GEMMs in weft's kernels, if not False. Mode "reference" never is
-    expert_layout  ``layout`` of weft.layers.MoE; None: "whole" where W divides the number of experts, else "slices"
-    kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
-           checkpoint's scales, or scales of 1 where it has none
+    expert_layout, kv_cache_dtype, quantization  as of EngineConfig
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
     wire   "same", "fp8" or "auto", as of ``weft.ops.all_reduce``: sums over the ranks travel in fp8, but for the embedding's
            (docs/quantization.md); of dense models in 16 bits, within a node, in no mode "reference" or "invariant"
-    quantization  "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": matrices of the layers are quantized as they
-           are read from a checkpoint of 16 or 32 bits (docs/quantization.md); None: they are as the checkpoint has them
     layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
     tap    set it to take hidden states of each pass; None: none are taken
@@ -254,18 +250,15 @@ class Decoder(nn.Module):
         directory: str | PathLike[str] | Checkpoint,
         team: Team,
         *,
-        mode: Mode = "auto",
-        dtype: torch.dtype | None = None,
-        fused: bool | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> Decoder:
         """Model of a checkpoint directory, this rank's slices cast to `dtype` (None: the checkpoint's own).
 
-        Its family is the one of the checkpoint's model_type. Warnings as of `load`. options: further ones of the model.
+        Its family is the one of the checkpoint's model_type. Warnings as of `load`. options: of the model.
         """
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
-        model = cls(DecoderConfig.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused, **options)
+        model = cls(DecoderConfig.of(checkpoint), team, **options)
         for line in model.load(checkpoint, progress):
             if team.rank == 0:
                 logger.warning(line)

@@ -18,21 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Options of a model's attention.
+    """Options of a model's attention: arguments of ``weft.layers.TPAttention`` by their names, and
 
-    qk_norm  RMSNorm of each head of q and k before the rotary embedding
-    norm_after_rotary  these norms come after it
-    norm_all_heads  q_norm and k_norm are norms of whole rows of q and k, of all heads at once
-    bias     of q_proj, k_proj and v_proj
-    output_bias  of o_proj
+    norm_after_rotary  norms of q and k come after the rotary embedding, not before it
     windows  by layer, and repeated for more layers: a token attends to this many tokens, itself the last; None: to all
-    scale    of scores; None: head_dim ** -0.5
-    softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
-    sinks    a score beside each query head's, without a value, that the softmax counts
     interleaved  rotary embedding pairs neighbours 2i and 2i + 1, not the halves of a head
     rotated  by layer, and repeated for more layers: False where there is no rotary embedding
-    inputs   rows of hidden_size side by side that q_proj, k_proj and v_proj take
-    gated    q_proj gives a gate beside each query head, and attention times its sigmoid goes into o_proj
     latent   latent attention, which has no other option here; None: attention of heads
     """
 
@@ -113,15 +104,9 @@ class LinearAttentionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOptions:
-    """Mixture of experts in place of a model's MLPs.
+    """Mixture of experts in place of a model's MLPs: arguments of ``weft.layers.MoE`` by their names, and
 
-    num_experts, num_experts_per_tok  in all, and of each token
-    intermediate_size  of each expert
-    norm_topk_prob, scoring, router_bias, groups, group_limit, scale  how tokens choose: arguments of ``weft.layers.MoE``
-    shared_intermediate_size, shared_gate  features of an expert of all tokens, and whether it has a gate
-    bias, logit_bias   biases of the experts' gate, up and down; of the router, added to its logits
-    clamped_swiglu     (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU``; None: silu(gate) * up
-    layers             by layer, and repeated for more layers: True where there are experts, else an MLP
+    layers  by layer, and repeated for more layers: True where there are experts, else an MLP
     """
 
     num_experts: int

@@ -20,20 +20,18 @@ from weft.bench.harness.bench import Bench, Entrant, Options, free
 from weft.bench.harness.compiling import compile_shares
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.runner import started
-from weft.bench.harness.workload import DTYPES, Failed, together
+from weft.bench.harness.workload import DTYPES, Failed, Shape, together
 from weft.bench.ops.labels import label
 from weft.bench.ops.providers import prepared
 from weft.bench.ops.workload import OpWorkload
 from weft.errors import WeftError
-from weft.plan.planned import AUTO, machine_of
+from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.bench.harness.workload import Shape
     from weft.bench.ops.problem import OpProblem
     from weft.ops.case import Case
     from weft.ops.op import Op
-    from weft.plan.planned import Machine
     from weft.runtime.team.team import Team
 
 # Fewest rounds of each half.

@@ -35,9 +35,9 @@ from weft.engine import EngineConfig
 from weft.engine.followed import Measured, ServingPlan
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.models import DecoderConfig
+from weft.models.steps import Layout
 from weft.predict.load import Drafts
 from weft.predict.serving import Candidate, decode_step, prompt_seconds
-from weft.predict.steps import Layout
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 

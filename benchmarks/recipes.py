@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from weft.bench.models.steps import config_of
 from weft.costs.recipes import RECIPES
 from weft.models.quantization import MADE
-from weft.predict.steps import Layout, recipe_of, step_time
+from weft.models.steps import Layout, recipe_of, step_time
 
 MODELS, WORLD_SIZES = ("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b"), (2, 4)
 TOKENS = 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192

@@ -1,7 +1,7 @@
 """Errors of predicted steps on the committed steps of models, and the fit of the costs of whole steps.
 
     python -m benchmarks.step_errors         # a line for each committed row, and the errors by kind
-    python -m benchmarks.step_errors --fit   # fits weft/predict/step_costs.json to the dense rows of two H200s first
+    python -m benchmarks.step_errors --fit   # fits weft/models/step_costs.json to the dense rows of two H200s first
 
 Rows of other world sizes, GPUs and models with experts are not seen by the fit.
 """
@@ -21,9 +21,9 @@ from weft.bench.models.workload import EXPERTS, QUANTIZED
 from weft.costs.gemms import sequential_rows
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL
 from weft.models.config import DecoderConfig
+from weft.models.step_costs import FILE, StepCosts, fitted, write
+from weft.models.steps import Layout, kind_of, step_time, tokens_of
 from weft.ops.gemm.small_m_rule import MAX_ROWS
-from weft.predict.step_costs import FILE, StepCosts, fitted, write
-from weft.predict.steps import Layout, kind_of, step_time, tokens_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GOAL = 0.10

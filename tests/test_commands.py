@@ -45,7 +45,7 @@ NOT_RUN = {
     r"weft (bench|generate|tune) .*--model (qwen|llama|mistral|gpt-oss|path).*": "GPUs: virtual ranks take small models only",
     r"python -m benchmarks\.(step_errors|planned_steps)": "prints docs/planning.md's table; tests/predict",
     r"python -m benchmarks\.regrets": "prints docs/costs.md's table; tests/benchmarks/test_choices.py",
-    r"python -m benchmarks\.recipes": "prints predictions; tests/predict/test_steps.py",
+    r"python -m benchmarks\.recipes": "prints predictions; tests/models/test_steps.py",
     r"weft bench train@qwen3-32b.*": "GPUs: virtual ranks take small layers only",
     r"weft bench --nodes.*": "ranks of torchrun, or four GPUs",
     # Others.

@@ -47,9 +47,8 @@ BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace", "predict")
 # Two exceptions: what is tuned is measured and checked by the harness, not by a second one that may differ from it; and shapes
 # are read in one place.
 ALONGSIDE = {("tune", "bench"), ("predict", "bench")}
-# An engine that is asked to tune at its start loads the search, which measures with the harness; one that drafts chooses how
-# much by predicted steps.
-UPWARD = {("weft/engine/engine.py", "tune"), ("weft/engine/engine.py", "predict")}
+# An engine that is asked to tune at its start loads the search, which measures with the harness.
+UPWARD = {("weft/engine/engine.py", "tune")}
 
 ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")

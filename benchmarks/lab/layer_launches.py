@@ -34,7 +34,7 @@ from weft.costs.grouped import Experts
 from weft.costs.predicted import WEIGHTS
 from weft.costs.recipes import Launch
 from weft.models.config import DecoderConfig
-from weft.predict.steps import Layout, launches, recipe_of, tokens_of
+from weft.models.steps import Layout, launches, recipe_of, tokens_of
 from weft.runtime.files import put
 from weft.trace.chrome import read
 from weft.trace.summary import summary

@@ -7,7 +7,7 @@ from benchmarks.lab import layer_launches
 from weft.bench.models.breakdown import Kernel
 from weft.bench.models.steps import config_of
 from weft.costs.gpu import named
-from weft.predict.steps import Layout
+from weft.models.steps import Layout
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -15,16 +15,15 @@ from weft.bench.models.steps import config_of
 from weft.costs.gpu import named
 from weft.costs.predicted import predict
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL, Layer, change, changes, times
-from weft.models import DecoderConfig
+from weft.models import DecoderConfig, step_costs
 from weft.models.families import PUBLISHED
 from weft.models.layer_sizes import layer_of
+from weft.models.steps import Layout, launches, layer_in, recipe_of
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.parallel.sequence_parallel import GatheredMLP
 from weft.parallel.step_plan import plan_step
 from weft.plan.planned import machine
-from weft.predict import step_costs
-from weft.predict.steps import Layout, launches, layer_in, recipe_of
 from weft.runtime import capabilities
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -8,11 +8,11 @@ import torch
 
 import weft
 from weft.engine import Engine, EngineConfig, SamplingParams
+from weft.engine.speculation import times as times_of_steps
 from weft.engine.speculation.drafting import TRIAL_STEPS, DraftLength
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.engine.speculation.verify import VerifyGraph
 from weft.ops.vocab.ngram_drafts import look_up
-from weft.predict import drafts
 
 PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
@@ -232,7 +232,7 @@ def test_all_ranks_have_the_times_of_their_buckets(byte_model, monkeypatch, meth
         assert times == by_rank[0][1] and list(times) == buckets == [1, 2, 4, 6]
         assert all(begin > 0 and slope > 0 for lines in times.values() for begin, slope in lines)
         assert all(len(lines) == 4 for lines in times.values())
-    monkeypatch.setattr(drafts, "is_known", lambda gpu: False)
+    monkeypatch.setattr(times_of_steps, "is_known", lambda gpu: False)
     assert weft.simulate(main, 1)[0][1] is None
 
 

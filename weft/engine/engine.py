@@ -35,6 +35,7 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
 from weft.engine.speculation.drafting import StepTimes
 from weft.engine.speculation.loading import Draft, load_draft
+from weft.engine.speculation.times import step_times
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -58,15 +59,11 @@ class Engine:
 
     Collective: all ranks pass the same arguments and get the same tokens.
 
-    model     checkpoint directory in Hugging Face format, or its name in the hub's cache, as for LLM; None: the built-in
-              dense model, which adds; a configuration of weft.models: random weights and no tokenizer, for benchmarks. Without
-              tokenizer.json prompts are token ids, and answers have no text
+    model, config, options  as for LLM
     progress  called with (bytes read, bytes to read) while this rank's weights load
     warm_up_progress  called with (graphs captured, graphs to capture) during the configuration's warm_up
     warn      rank 0 logs a line (docs/logging.md) for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
-    config    an EngineConfig; the default one if None
-    options   fields of EngineConfig by name, which replace `config`'s
 
     `defaults` are the SamplingParams of the checkpoint's generation_config.json, and `cache_plan` says where keys and values
     lie, and why. CheckpointError (a ValueError) where the directory cannot be loaded, ValueError where W does not divide the
@@ -408,9 +405,6 @@ def _step_times(runner: Runner, draft: Draft | None, config: EngineConfig) -> St
     """Times of decode steps by which draft lengths are chosen; None where there is nothing to choose."""
     if config.speculative is None or not config.speculative.adaptive:
         return None
-    # weft.predict lies above the engine: loaded where an engine chooses by it.
-    from weft.predict.drafts import step_times
-
     return step_times(runner.model, draft, config.speculative, runner.buckets)
 
 

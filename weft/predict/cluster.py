@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.arguments import quoted
 from weft.costs.gpu import Gpu, named, shipped
 from weft.models.config import DecoderConfig
-from weft.predict.steps import Layout
+from weft.models.steps import Layout
 from weft.runtime.arithmetic import cdiv
 
 # Bytes that a driver reports, by the names of weft/costs/gpus.

@@ -15,9 +15,9 @@ from weft.engine.config import EngineConfig, plan_cache
 from weft.engine.graphs import decode_buckets
 from weft.layers.attention import check_heads
 from weft.models.config import DecoderConfig
+from weft.models.steps import Layout, StepTime, step_time
 from weft.predict.cluster import Cluster, Memory, memory_of
 from weft.predict.load import Load
-from weft.predict.steps import Layout, StepTime, step_time
 from weft.runtime.arithmetic import cdiv
 
 # µs between two stages of a pipeline within a node.

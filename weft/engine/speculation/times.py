@@ -18,7 +18,7 @@ from weft.engine.speculation.options import SpeculativeConfig
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
 from weft.models.mtp import Mtp
-from weft.predict.steps import Layout, step_time
+from weft.models.steps import Layout, step_time
 
 # Tokens of a sequence at which steps are predicted: their time is linear in it.
 CONTEXTS = (512, 4608)

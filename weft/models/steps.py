@@ -17,7 +17,7 @@ from weft.costs.predicted import predict
 from weft.costs.recipes import FUSED_NORM, Launch, Layer, Pass, changes, gathered, is_fp8
 from weft.models.config import DecoderConfig
 from weft.models.layer_sizes import layer_of, mixture_of
-from weft.predict.step_costs import StepCosts, fitted
+from weft.models.step_costs import StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
 # A step with drafts takes 0.15 ms longer than its launches, and 5.2 us for each row: look-up, acceptance and attention to keys

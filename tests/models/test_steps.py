@@ -13,9 +13,9 @@ from weft.engine.config import EngineConfig
 from weft.engine.runner import Runner
 from weft.models import Decoder, DecoderConfig
 from weft.models.families import PUBLISHED
+from weft.models.steps import Layout, _Layer, launches, layer_in, recipe_of, step_time, tokens_of
 from weft.parallel.step_plan import plan_step
 from weft.plan.asked import recorded
-from weft.predict.steps import Layout, _Layer, launches, layer_in, recipe_of, step_time, tokens_of
 
 ROWS = step_errors.rows()
 SEEN = [row for row in ROWS if row.is_fitted]

@@ -6,9 +6,9 @@ import pytest
 
 from weft.engine.speculation.drafting import DraftLength
 from weft.engine.speculation.options import SpeculativeConfig
+from weft.engine.speculation.times import Drafting, line, seconds
 from weft.models import DecoderConfig
-from weft.predict.drafts import Drafting, line, seconds
-from weft.predict.steps import Layout, step_time
+from weft.models.steps import Layout, step_time
 
 MODEL = DecoderConfig.named("qwen3.6-27b")
 MTP = Drafting(config=replace(MODEL, num_hidden_layers=1, linear_attention=None), joining=(5120, 10240))

@@ -22,7 +22,7 @@ from tests.compiling import compiled
 from weft.errors import Misaligned, NotInterpretable
 from weft.simulator import interpreter as module
 from weft.simulator.interpreter import Interpreter, addresses_of, block, element_dtype, scalar, value_of
-from weft.simulator.ptx.running import Position
+from weft.simulator.ptx.threads import Position
 
 pytestmark = pytest.mark.triton_internals
 
@@ -806,10 +806,10 @@ def locate(x):
 
 def test_source_location_names_the_innermost_kernel_line(port):
     seen = []
-    port.interpreter.replace(locate, lambda x: seen.append(port.interpreter.source_location()))
+    port.interpreter.replace(locate, lambda x: seen.append(port.interpreter.frames.source_location()))
     locating[(1,)](torch.zeros(1))
     assert seen == [(__file__, locating.starting_line_number + 2, "locating", "locate(  # a word")]
-    assert port.interpreter.source_location() is None
+    assert port.interpreter.frames.source_location() is None
 
 
 @triton.jit

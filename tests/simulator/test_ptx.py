@@ -11,7 +11,7 @@ from triton.language import core
 import weft
 from weft.errors import Deadlock, NotInterpretable
 from weft.runtime.simulate import simulate
-from weft.simulator.ptx.parsing import Memory, Register, Vector, parse
+from weft.simulator.ptx.parsing import Address, Register, Vector, parse
 
 
 def test_a_block_is_read_into_instructions():
@@ -25,7 +25,7 @@ def test_a_block_is_read_into_instructions():
         }"""
     )
     atom, _, branch, load = code.instructions
-    assert atom.modifiers == ("global", "sys", "acquire", "cas", "b32") and atom.operands[1] == Memory(
+    assert atom.modifiers == ("global", "sys", "acquire", "cas", "b32") and atom.operands[1] == Address(
         Register("$1"), 8
     )
     assert branch.guard == "%p0" and branch.negated and code.labels == {"again": 0} and code.loops

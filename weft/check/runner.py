@@ -200,7 +200,7 @@ def _of_task(error: BaseException, machine: Machine, detector: Detector) -> Find
         kind = "call-mismatch"
     elif isinstance(error, Misaligned):
         kind = "misaligned"
-    failed, code = machine.scheduler.failed, machine.interpreter.line_of(error) or host_line_of(error)
+    failed, code = machine.scheduler.failed, machine.interpreter.frames.line_of(error) or host_line_of(error)
     verb, place = type(error).__name__, detector.races.place(code)
     return Finding(
         kind=kind, message=_text(error), sides=(Side(rank=failed.rank, task=failed.label, verb=verb, place=place, sync=""),)

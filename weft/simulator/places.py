@@ -23,6 +23,16 @@ def everywhere(shape: tuple[int, ...]) -> np.ndarray:
     return mask
 
 
+@cache
+def indices(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Indices along each dimension of a block, shaped to broadcast."""
+    rank = len(shape)
+    return [
+        np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])
+        for axis, size in enumerate(shape)
+    ]
+
+
 class Places:
     """Block of elements of ``itemsize`` bytes, some of which may be masked off.
 
@@ -224,12 +234,8 @@ class Box(Places):
 
     def _scattered(self) -> Scattered:
         if self._arrays is None:
-            steps = [
-                np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(len(self.shape))])
-                * stride
-                for axis, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
-            ]
-            addresses = sum(steps).view(np.uint64) + np.uint64(self.start % 2**64)
+            steps = zip(indices(self.shape), self.strides, strict=True)
+            addresses = sum(index * stride for index, stride in steps).view(np.uint64) + np.uint64(self.start % 2**64)
             mask = None
             if not self.is_whole:
                 mask = np.zeros(self.shape, np.bool_)

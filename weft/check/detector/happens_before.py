@@ -27,6 +27,7 @@ from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.tasks import Task
 from weft.simulator.observer import Observer
+from weft.simulator.places import Scattered
 
 # Ordinary tensors of a rank kept known after their use, while an access that is not ordered after the use may still come.
 _HELD = 64
@@ -176,7 +177,7 @@ class HappensBefore(Observer):
         extent = self.memory.find(int(addresses.min()))
         if extent is None or int(addresses.max()) + itemsize > extent.base + extent.size:
             return None
-        return self.memory.load(addresses, np.ones(addresses.shape, bool), itemsize, lambda: "host code")
+        return self.memory.read(Scattered(addresses, None, itemsize), lambda: "host code")
 
     def host_works(self, rank: int) -> None:
         """Note main-stream work of host code that is no kernel: no kernel overlaps with it."""

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.check.detector.happens_before import HappensBefore
+from weft.simulator.places import indices
 
 # Operations that use a tensor's shape only.
 _SHAPE_ONLY = frozenset({
@@ -104,9 +105,8 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
     if tensor.is_contiguous():
         offsets = np.arange(tensor.numel(), dtype=np.int64)
     else:
-        offsets = np.zeros((1,) * max(1, tensor.dim()), np.int64)
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            offsets = offsets + (np.arange(size) * stride).reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+        steps = zip(indices(tuple(tensor.shape)), tensor.stride(), strict=True)
+        offsets = sum((index * stride for index, stride in steps), np.zeros(1, np.int64))
     return (tensor.data_ptr() + offsets.ravel() * tensor.element_size()).astype(np.uint64)
 
 

@@ -38,12 +38,12 @@ class Nvshmem:
         self._functions: dict[str, Callable[..., int]] = {
             "my_pe": lambda: self._machine.rank,
             "n_pes": lambda: self._machine.world_size,
-            "putmem_block": self._put,
-            "getmem_block": self._get,
-            "putmem_nbi_block": self._put_nbi,
-            "getmem_nbi_block": self._get_nbi,
+            "putmem_block": lambda to, source, nbytes, pe: self._copy(self._at(to, pe), source, nbytes),
+            "getmem_block": lambda to, source, nbytes, pe: self._copy(to, self._at(source, pe), nbytes),
+            "putmem_nbi_block": lambda to, source, nbytes, pe: self._copy(self._at(to, pe), source, nbytes, "put"),
+            "getmem_nbi_block": lambda to, source, nbytes, pe: self._copy(to, self._at(source, pe), nbytes, "get"),
             "putmem_signal_block": self._put_signal,
-            "signal_op": self._signal,
+            "signal_op": lambda *signal: self._change(*signal, "relaxed"),  # orders nothing that came before
             "signal_wait_until": lambda at, cmp, value: self._wait(at, cmp, value, 8),
             "int_wait_until": lambda at, cmp, value: self._wait(at, cmp, value, 4),
             "fence": self._fence,
@@ -102,59 +102,37 @@ class Nvshmem:
         steps = np.arange(0, nbytes, itemsize, dtype=np.uint64)
         return Scattered(np.uint64(address) + steps, None, itemsize)
 
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy by all threads of the program, between two CTA barriers."""
+    def _copy(self, target: int, source: int, nbytes: int, later: str = "") -> int:
+        """Copy by all threads of the program, between two CTA barriers.
+
+        later  "put" or "get": begin it only, as ``Accesses.copy_later`` does
+        """
         machine = self._machine
         machine.barrier()
         if nbytes > 0:
             itemsize = _width(target, source, nbytes)
-            bits = machine.load(self._places(source, nbytes, itemsize), "plain")
-            machine.store(self._places(target, nbytes, itemsize), bits, "plain")
-        machine.barrier()
-
-    def _later(self, target: int, source: int, nbytes: int, what: str) -> int:
-        machine = self._machine
-        machine.barrier()
-        if nbytes > 0:
-            itemsize = _width(target, source, nbytes)
-            places = [self._places(address, nbytes, itemsize).addresses for address in (target, source)]
-            machine.copy_later(places[0], itemsize, places[1], itemsize, lambda bits: bits, what)
+            to, of = (self._places(address, nbytes, itemsize) for address in (target, source))
+            if later:
+                machine.copy_later(to.addresses, itemsize, of.addresses, itemsize, lambda bits: bits, later)
+            else:
+                machine.store(to, machine.load(of, "plain"), "plain")
         machine.barrier()
         return 0
-
-    def _put(self, target: int, source: int, nbytes: int, pe: int) -> int:
-        self._copy(self._at(target, pe), source, nbytes)
-        return 0
-
-    def _get(self, target: int, source: int, nbytes: int, pe: int) -> int:
-        self._copy(target, self._at(source, pe), nbytes)
-        return 0
-
-    def _put_nbi(self, target: int, source: int, nbytes: int, pe: int) -> int:
-        return self._later(self._at(target, pe), source, nbytes, "put")
-
-    def _get_nbi(self, target: int, source: int, nbytes: int, pe: int) -> int:
-        return self._later(target, self._at(source, pe), nbytes, "get")
 
     # --- signals and order -------------------------------------------------------------------------------------------
 
-    def _signal(self, at: int, value: int, operation: int, pe: int) -> int:
-        """Change a signal at ``pe`` without ordering what came before."""
-        self._change(at, value, operation, pe, "relaxed")
-        return 0
-
     def _put_signal(self, target: int, source: int, nbytes: int, at: int, value: int, operation: int, pe: int) -> int:
         self._copy(self._at(target, pe), source, nbytes)
-        self._change(at, value, operation, pe, "release")
-        return 0
+        return self._change(at, value, operation, pe, "release")
 
-    def _change(self, at: int, value: int, operation: int, pe: int, sem: str) -> None:
+    def _change(self, at: int, value: int, operation: int, pe: int, sem: str) -> int:
         if operation not in (*_SETS, *_ADDS):
             raise self._ranks.refuse(f"sig_op={operation}", f"pass {_SETS[0]} to set or {_ADDS[0]} to add")
         address = np.array([self._at(at, pe)], np.uint64)
         bits = np.array([value & (2**64 - 1)], np.uint64)
         name = "xchg" if operation in _SETS else "add"
         self._machine.atomic(name, address, bits, np.ones(1, bool), np.dtype(np.uint64), sem, "sys")
+        return 0
 
     def _wait(self, at: int, cmp: int, value: int, itemsize: int) -> int:
         if cmp not in _COMPARISONS:

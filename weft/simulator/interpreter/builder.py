@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import triton.language as tl
@@ -40,11 +40,11 @@ def _array(x: np.ndarray | Handle) -> np.ndarray:
 
 
 def _unary(op: Callable) -> Callable:
-    return lambda self, x: Handle(op(x.data), x.dtype)
+    return lambda self, x, *how: Handle(op(x.data, *how), x.dtype)
 
 
 def _binary(op: Callable) -> Callable:
-    return lambda self, x, y: Handle(op(x.data, y.data), x.dtype)
+    return lambda self, x, y, *how: Handle(op(x.data, y.data, *how), x.dtype)
 
 
 class Builder(InterpreterBuilder):
@@ -230,34 +230,19 @@ class Builder(InterpreterBuilder):
         return Handle(x.data.view(numpy_dtype(to.scalar)), to.scalar)
 
     def create_splat(self, ty: tl.dtype, x: Handle) -> Handle:
-        return Handle(np.broadcast_to(x.data, tuple(ty.shape)), x.dtype)
-
-    def create_unsplat(self, x: Handle) -> Handle:
-        return Handle(x.data.reshape(SCALAR_SHAPE), x.dtype)
-
-    def create_broadcast(self, x: Handle, shape: Sequence[int | tl.constexpr]) -> Handle:
-        return Handle(np.broadcast_to(x.data, tuple(shape)), x.dtype)
-
-    def create_expand_dims(self, x: Handle, axis: int) -> Handle:
-        return Handle(np.expand_dims(x.data, axis), x.dtype)
-
-    def create_reshape(self, x: Handle, shape: Sequence[int | tl.constexpr], allow_reorder: bool) -> Handle:
-        return Handle(x.data.reshape(tuple(plain(s) for s in shape)), x.dtype)
-
-    def create_trans(self, x: Handle, order: Sequence[int | tl.constexpr]) -> Handle:
-        return Handle(np.transpose(x.data, [plain(d) for d in order]), x.dtype)
-
-    def create_join(self, x: Handle, y: Handle) -> Handle:
-        return Handle(np.stack(np.broadcast_arrays(x.data, y.data), axis=-1), x.dtype)
+        return self.create_broadcast(x, ty.shape)
 
     def create_split(self, x: Handle) -> tuple[Handle, Handle]:
         return Handle(x.data[..., 0], x.dtype), Handle(x.data[..., 1], x.dtype)
 
-    def create_cat(self, x: Handle, y: Handle) -> Handle:
-        return Handle(np.concatenate([x.data, y.data]), x.dtype)
-
-    def create_gather(self, x: Handle, index: Handle, axis: int) -> Handle:
-        return Handle(np.take_along_axis(x.data, index.data.astype(np.int64), axis=axis), x.dtype)
+    create_broadcast = _unary(lambda x, shape: np.broadcast_to(x, tuple(shape)))
+    create_unsplat = _unary(lambda x: x.reshape(SCALAR_SHAPE))
+    create_expand_dims = _unary(np.expand_dims)
+    create_reshape = _unary(lambda x, shape, allow_reorder: x.reshape(tuple(map(plain, shape))))
+    create_trans = _unary(lambda x, order: np.transpose(x, list(map(plain, order))))
+    create_join = _binary(lambda x, y: np.stack(np.broadcast_arrays(x, y), axis=-1))
+    create_cat = _binary(lambda x, y: np.concatenate([x, y]))
+    create_gather = _binary(lambda x, index, axis: np.take_along_axis(x, index.astype(np.int64), axis=axis))
 
     def create_histogram(self, x: Handle, bins: int, mask: Handle | None) -> Handle:
         return Handle(numerics.histogram(x.data, bins, None if mask is None else mask.data), tl.int32)

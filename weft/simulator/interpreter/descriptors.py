@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import triton.language as tl
 
 from weft.errors import Misaligned
 from weft.simulator.interpreter.values import numpy_dtype
-from weft.simulator.places import Box, Places, Scattered
-
-
-@cache
-def _steps(block_shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Indices within a block for each dimension, shaped to broadcast."""
-    rank = len(block_shape)
-    return [
-        np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])
-        for axis, size in enumerate(block_shape)
-    ]
+from weft.simulator.places import Box, Places, Scattered, indices
 
 
 class Descriptor:
@@ -71,7 +59,7 @@ class Descriptor:
         return Box(start, self.block_shape, self._bytes, inside, self.itemsize)
 
     def _scattered(self, offsets: list[int | np.ndarray]) -> Scattered:
-        steps = _steps(self.block_shape)
+        steps = indices(self.block_shape)
         if self._relative is None:
             self._relative = sum(step * by for step, by in zip(steps, self._bytes, strict=True)).view(np.uint64)
         start = sum(offset * by for offset, by in zip(offsets, self._bytes, strict=True)) + self.base

@@ -47,7 +47,7 @@ class KernelFrames:
         return frames
 
     def line_of(self, error: BaseException) -> CodeLine | None:
-        """(code, line) of the innermost kernel code that an exception passed, preferably not ``LIBRARIES``."""
+        """(code, line) of the innermost kernel code that an exception passed, if possible not ``LIBRARIES``."""
         outside, inside, entry = None, None, error.__traceback__
         while entry is not None:
             frame = entry.tb_frame

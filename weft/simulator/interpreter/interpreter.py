@@ -25,9 +25,9 @@ class Interpreter:
 
     def __init__(self, port: Port) -> None:
         self.port = port
-        self._frames = KernelFrames()
-        self._semantic = Semantic(Builder(port, self._frames.kernel_name))
-        self._callees = Callees(self._semantic, self._frames)
+        self.frames = KernelFrames()
+        self._semantic = Semantic(Builder(port, self.frames.kernel_name))
+        self._callees = Callees(self._semantic, self.frames)
         self._stand_ins = StandIns(self._semantic, self._callees.resolve)
         self._patches = patching.Patches()
 
@@ -38,7 +38,7 @@ class Interpreter:
             )
         try:
             patching.patch_jit_functions(
-                self._patches, self.port.launch, self._callees.resolve, lambda: self._frames.innermost() is not None
+                self._patches, self.port.launch, self._callees.resolve, lambda: self.frames.innermost() is not None
             )
             patching.patch_language(self._patches, self._callees, self._stand_ins)
             patching.patch_values(self._patches, self._semantic, self._stand_ins.cast)
@@ -61,7 +61,7 @@ class Interpreter:
 
     def kernel_line(self) -> CodeLine | None:
         """Line of the innermost kernel code now executing, outside ``LIBRARIES`` if possible."""
-        frame = self._frames.innermost(LIBRARIES)
+        frame = self.frames.innermost(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def evaluate(self, expression: types.CodeType) -> object:
@@ -69,7 +69,7 @@ class Interpreter:
 
         expression  of ``compile_expression``; it touches no memory, since it runs outside the schedule
         """
-        frame = self._frames.innermost(LIBRARIES)
+        frame = self.frames.innermost(LIBRARIES)
         if frame is None:
             return None
         try:
@@ -77,18 +77,3 @@ class Interpreter:
             return value_of(types.FunctionType(expression, variables)())
         except Exception:  # a variable that is not assigned yet, for instance
             return None
-
-    def kernel_state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
-        """(code, instruction, line, variables) of all kernel code now executing, innermost first."""
-        return self._frames.state()
-
-    def line_of(self, error: BaseException) -> CodeLine | None:
-        """(code, line) of the innermost kernel code that an exception passed; None without one."""
-        return self._frames.line_of(error)
-
-    def source_location(self) -> tuple[str, int, str, str] | None:
-        """(file, line number, function, text of the line) of the innermost kernel code; None outside kernels.
-
-        Triton's own library counts only if there is no other kernel code.
-        """
-        return self._frames.source_location()

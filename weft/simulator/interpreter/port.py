@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.simulator.places import Places
-from weft.simulator.ptx.running import Position
+from weft.simulator.ptx.threads import Position
 from weft.triton_api import JITFunction
 
 # Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
@@ -64,7 +64,8 @@ class Port(Protocol):
 
     def fence(self, scope: str = "sys") -> None: ...
 
-    def fence_async(self) -> None: ...
+    def fence_async(self) -> None:
+        """Proxy fence, after which the program's tensor-descriptor loads see what it sees."""
 
     def drain_async(self, by_all: bool) -> None:
         """Complete the program's tensor-descriptor stores. ``by_all``: all threads wait for them."""
@@ -94,7 +95,8 @@ class Port(Protocol):
 
     def wait_for_previous_kernel(self) -> None: ...
 
-    def let_next_kernel_start(self) -> None: ...
+    def let_next_kernel_start(self) -> None:
+        """Allow the next kernel's programs to start while the running ones execute."""
 
     def external(self, symbol: str) -> Callable[..., int] | None:
         """External function on scalars by its symbol, other than libdevice's; None: there is none."""

@@ -24,7 +24,7 @@ from weft.simulator.machine.strategy import Uniform
 from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
 from weft.simulator.observer import Observer
 from weft.simulator.places import UNSIGNED, Places, Scattered, one_place
-from weft.simulator.ptx.running import Position
+from weft.simulator.ptx.threads import Position
 
 # New element of memory from (old element, operand).
 Combine = Callable[[np.generic, np.generic], np.generic]
@@ -33,7 +33,7 @@ Event = tuple[int, str, str, str]
 
 
 class Accesses:
-    """Part of ``Machine`` that running programs call."""
+    """Part of ``Machine`` that running programs call; ``interpreter.port.Port`` describes most of it."""
 
     values = interpreter  # conversions of a kernel's values, for primitives that run as Python functions
 
@@ -126,8 +126,7 @@ class Accesses:
         scope: str,
         access: str = "plain",
     ) -> np.ndarray:
-        combine = _COMBINE[op]
-        return self._read_modify_write(op, addresses, bits.view(dtype), mask, combine, sem, scope, access)
+        return self._read_modify_write(op, addresses, bits.view(dtype), mask, _COMBINE[op], sem, scope, access)
 
     def cas(
         self,
@@ -158,7 +157,7 @@ class Accesses:
         task = self.scheduler.current
         history = task.history = task.history or ReadHistory()
         key = places.first, math.prod(places.shape), places.itemsize
-        if history.repeats(key, self.interpreter.kernel_state):
+        if history.repeats(key, self.interpreter.frames.state):
             self._spin(task, history)
             task.history = ReadHistory(counts={key: 1})
         return key
@@ -281,11 +280,9 @@ class Accesses:
                 del self._copies[task]
 
     def computed(self, operations: int) -> None:
-        """Note a matrix product of the running program."""
         self.observer.computed(operations)
 
     def has_exact_dots(self) -> bool:
-        """True after ``ask_exact_dots`` of the running program."""
         return self.scheduler.current.exact_dots
 
     def ask_exact_dots(self) -> None:
@@ -293,12 +290,10 @@ class Accesses:
         self.scheduler.current.exact_dots = True
 
     def drain_async(self, by_all: bool = True) -> None:
-        """Complete the running program's tensor-descriptor stores. ``by_all``: all threads wait for them."""
         self.observer.drain(by_all)
         self.stores.drain()
 
     def fence_async(self) -> None:
-        """Proxy fence: tensor-descriptor loads see what the running program sees."""
         self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
@@ -306,7 +301,6 @@ class Accesses:
         self.observer.followed()
 
     def let_next_kernel_start(self) -> None:
-        """Allow the next kernel's programs to start while the running ones execute."""
         self.observer.let_next_start()
 
     def fence(self, scope: str = "sys") -> None:
@@ -321,18 +315,15 @@ class Accesses:
     # --- threads of a program ----------------------------------------------------------------------------------------
 
     def position(self) -> Position:
-        """Special registers of the running program's threads."""
         task = self.scheduler.current
         launch = task.grid.launch
         return Position(threads=launch.threads, index=task.index, grid=launch.grid, sm=task.number)
 
     def active_threads(self) -> np.ndarray | None:
-        """Threads that execute the present branch, as a mask; None for all."""
         branches = getattr(self.scheduler.current, "branches", None)
         return branches[-1] if branches else None
 
     def diverge(self, taken: np.ndarray) -> bool:
-        """Enter a branch that the threads ``taken`` take. False, without entering it, if there is none."""
         active = self.active_threads()
         taken = taken if active is None else taken & active
         if taken.any():
@@ -340,11 +331,9 @@ class Accesses:
         return bool(taken.any())
 
     def converge(self) -> None:
-        """Leave the innermost such branch."""
         self.scheduler.current.branches.pop()
 
     def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
-        """Addresses, at each member, of multicast addresses. NotInterpretable where they are not."""
         for base, size, members in self.multicasts:
             offsets = addresses - np.uint64(base)
             if addresses.size and (offsets < np.uint64(size)).all():

@@ -150,14 +150,6 @@ class Memory:
         extent = self.remembered(address)
         return extent.index(address) if extent else f"{address:#x}"
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> np.ndarray:
-        """``read`` of an array of addresses."""
-        return self.read(Scattered(addresses, mask, itemsize), who)
-
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, who: Who) -> None:
-        """``write`` to an array of addresses."""
-        self.write(Scattered(addresses, mask, bits.dtype.itemsize), bits, who)
-
     def read(self, places: Places, who: Who) -> np.ndarray:
         """Raw bits at the places, zeros where masked off. InvalidAccess outside all known extents."""
         if places.is_empty:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.simulator.places import Places, Scattered
+from weft.simulator.places import Scattered
 from weft.simulator.ptx.registers import PACKED, TYPES, Bits, as_bits, packed, parts_of, raw, reduced, typed
+
+if TYPE_CHECKING:
+    from weft.simulator.interpreter.port import Port
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
 _SCOPES = {"sys": "sys", "gpu": "gpu", "gl": "gpu", "cta": "cta", "cluster": "gpu"}
@@ -43,7 +46,7 @@ _IDLE_PROXIES = [
     *(("proxy", "tensormap::generic", way, scope) for way in ("acquire", "release") for scope in _SCOPES.keys() - {"gl"}),
 ]  # fmt: skip
 _BARRIERS = [("sync",), ("cta", "sync")]
-# Barriers and fences by name and modifiers: the method of ``Memory`` and its argument, () for what has no effect.
+# Barriers and fences by name and modifiers: the method of ``Port`` and its argument, () for what has no effect.
 _ORDERS: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "bar": {**dict.fromkeys(_BARRIERS, ("barrier",)), ("warp", "sync"): ()},
     "barrier": dict.fromkeys([*_BARRIERS, *((*one, "aligned") for one in _BARRIERS)], ("barrier",)),
@@ -57,45 +60,6 @@ _ORDERS: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
 _EXCLUSIVE = (frozenset({"weak", "volatile", *_SEMANTICS}), frozenset(_SCOPES), _VECTORS)
 # Most threads whose atomics are separate steps of the schedule; atomics of more threads are one step.
 _SEPARATE = 32
-
-
-class Memory(Protocol):
-    """Part of ``interpreter.port.Port`` that these instructions use."""
-
-    def load(self, places: Places, access: str) -> np.ndarray: ...
-
-    def store(self, places: Places, bits: np.ndarray, access: str) -> None: ...
-
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        bits: np.ndarray,
-        mask: np.ndarray,
-        dtype: np.dtype,
-        sem: str,
-        scope: str,
-        access: str = "plain",
-    ) -> np.ndarray: ...
-
-    def cas(
-        self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str, access: str = "plain"
-    ) -> np.ndarray: ...
-
-    def barrier(self) -> None: ...
-
-    def fence(self, scope: str) -> None: ...
-
-    def fence_async(self) -> None: ...
-
-    def drain_async(self, by_all: bool) -> None: ...
-
-    def wait_for_previous_kernel(self) -> None: ...
-
-    def let_next_kernel_start(self) -> None: ...
-
-    def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
-        """Addresses, at each member, of multicast addresses."""
 
 
 def _operation(modifiers: tuple[str, ...]) -> str | None:
@@ -144,8 +108,8 @@ def _spread(addresses: np.ndarray, width: int, itemsize: int) -> np.ndarray:
 class Accesses:
     """Loads, stores, atomics and fences of the threads that are active in one block of assembly."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, port: Port) -> None:
+        self._port = port
 
     def load(self, modifiers: tuple[str, ...], addresses: np.ndarray, active: np.ndarray) -> list[Bits]:
         """Results of ``ld``: one array for each register."""
@@ -155,11 +119,11 @@ class Accesses:
         if "acquire" in modifiers or "relaxed" in modifiers and active.sum() * width <= _SEPARATE:
             sem, scope = _semantics(modifiers), _scope(modifiers, "gpu")
             zeros = np.zeros(at.shape, f"uint{8 * dtype.itemsize}")
-            bits = self._memory.atomic("or", at, zeros, mask, zeros.dtype, sem, scope, "threads")
+            bits = self._port.atomic("or", at, zeros, mask, zeros.dtype, sem, scope, "threads")
         else:
             strong = {"volatile", "relaxed", "mmio", "cv"} & set(modifiers)
             places = Scattered(at, None if mask.all() else mask, dtype.itemsize)
-            bits = self._memory.load(places, "volatile" if strong else "plain")
+            bits = self._port.load(places, "volatile" if strong else "plain")
         return [raw(typed(column.astype(np.uint64), modifiers[-1])) for column in bits.reshape(at.shape).T]
 
     def store(self, modifiers: tuple[str, ...], addresses: np.ndarray, values: list[Bits], active: np.ndarray) -> bool:
@@ -173,10 +137,10 @@ class Accesses:
         strong = bool({"relaxed", "release", "volatile"} & set(modifiers))
         if strong and ("release" in modifiers or active.sum() * len(values) <= _SEPARATE):
             scope = _scope(modifiers, "sys" if "volatile" in modifiers else "gpu")
-            self._memory.atomic("xchg", at, bits, mask, bits.dtype, _semantics(modifiers), scope, "threads")
+            self._port.atomic("xchg", at, bits, mask, bits.dtype, _semantics(modifiers), scope, "threads")
         else:
             places = Scattered(at, None if mask.all() else mask, dtype.itemsize)
-            self._memory.store(places, bits, "relaxed" if strong else "plain")
+            self._port.store(places, bits, "relaxed" if strong else "plain")
         return True
 
     def atomic(
@@ -199,10 +163,10 @@ class Accesses:
             if op == "cas":
                 unsigned = f"uint{8 * dtype.itemsize}"
                 compare, new = (value.view(unsigned) for value in values)
-                seen = self._memory.cas(at, compare, new, sem, scope, "threads")
+                seen = self._port.cas(at, compare, new, sem, scope, "threads")
             else:
                 unsigned = values[0].view(f"uint{8 * dtype.itemsize}")
-                seen = self._memory.atomic(op, at, unsigned, np.ones(at.shape, bool), dtype, sem, scope, "threads")
+                seen = self._port.atomic(op, at, unsigned, np.ones(at.shape, bool), dtype, sem, scope, "threads")
             old[threads] = seen
         return old
 
@@ -220,7 +184,7 @@ class Accesses:
 
     def _members(self, addresses: np.ndarray, active: np.ndarray) -> list[np.ndarray]:
         """Addresses at each member of a multicast; threads that are not active may have any."""
-        return self._memory.multicast(np.where(active, addresses, addresses[active.argmax()]))
+        return self._port.multicast(np.where(active, addresses, addresses[active.argmax()]))
 
     def multicast_store(
         self, modifiers: tuple[str, ...], addresses: np.ndarray, values: list[Bits], active: np.ndarray
@@ -257,7 +221,7 @@ class Accesses:
         action = _ORDERS.get(name, {}).get(modifiers)
         if action and (by_first or name not in ("fence", "membar")):
             method, *arguments = action
-            getattr(self._memory, method)(*arguments)
+            getattr(self._port, method)(*arguments)
         return action is not None
 
     def group(self, modifiers: tuple[str, ...], pending: int | None, active: np.ndarray) -> bool:
@@ -269,7 +233,7 @@ class Accesses:
         if modifiers == ("async", "bulk", "commit_group"):
             return pending is None
         if modifiers == ("async", "bulk", "wait_group") and pending == 0 and active[0]:
-            self._memory.drain_async(by_all=False)  # a thread waits for groups that it has committed
+            self._port.drain_async(by_all=False)  # a thread waits for groups that it has committed
         return (
             modifiers[:3] == ("async", "bulk", "wait_group")
             and modifiers[3:] in ((), ("read",))

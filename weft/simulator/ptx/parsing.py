@@ -33,7 +33,7 @@ class Immediate:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Address:
     """Address operand: ``[base + offset]``."""
 
     base: Register | Immediate
@@ -54,7 +54,7 @@ class Pair:
     parts: tuple[Register | Immediate, ...]
 
 
-Operand = Register | Immediate | Memory | Vector | Pair
+Operand = Register | Immediate | Address | Vector | Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def _operand(part: str, text: str) -> Operand:
         base, plus, offset = part[1:-1].replace(" ", "").partition("+")
         if plus and not _NUMBER.fullmatch(offset):
             raise NotInterpretable(f"PTX `{text}` has an address that cannot be read: {part}")
-        return Memory(_simple(base, text), _integer(offset) if plus else 0)
+        return Address(_simple(base, text), _integer(offset) if plus else 0)
     if "|" in part:
         return Pair(tuple(_simple(one.strip(), text) for one in part.split("|", 1)))
     if part[:1] == "!" and _REGISTER.fullmatch(part[1:].lstrip()):

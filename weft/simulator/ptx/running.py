@@ -6,17 +6,20 @@ threads that leave a loop wait at its end for the remaining ones, as Triton's co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.errors import NotInterpretable
 from weft.simulator import numerics
 from weft.simulator.ptx import warps
-from weft.simulator.ptx.accesses import CACHE_HINT, Accesses, Memory, refusal
-from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Pair, Register, Vector
-from weft.simulator.ptx.parsing import Memory as Address
+from weft.simulator.ptx.accesses import CACHE_HINT, Accesses, refusal
+from weft.simulator.ptx.parsing import Address, Code, Immediate, Instruction, Operand, Pair, Register, Vector
 from weft.simulator.ptx.registers import LOGIC, OPERANDS, TYPES, Bits, compute, packed, parts_of, raw
+from weft.simulator.ptx.threads import Position
+
+if TYPE_CHECKING:
+    from weft.simulator.interpreter.port import Port
 
 _ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
 # Least and greatest number of operands, the result among them; one more of atom.cas, and one more with a cache policy.
@@ -29,29 +32,6 @@ _OPERANDS = {
     **{name: (count, count) for name, count in _ACCESSES.items()},
 }
 _IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Values of the special registers: threads of a program, its index, the grid, and an SM."""
-
-    threads: int
-    index: tuple[int, int, int]
-    grid: tuple[int, int, int]
-    sm: int
-
-    def read(self, name: str) -> np.ndarray | int | None:
-        """Value of a special register, of all threads or of each; None for another register."""
-        axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], 0)
-        known: dict[str, np.ndarray | int] = {
-            "%tid": np.arange(self.threads) if axis == 0 else 0,
-            "%ntid": self.threads if axis == 0 else 1,
-            "%ctaid": self.index[axis], "%nctaid": self.grid[axis], "%smid": self.sm, "%nsmid": self.sm + 1,
-            "%laneid": np.arange(self.threads) % 32, "%warpid": np.arange(self.threads) // 32, "%nwarpid": self.threads // 32,
-            # Simulated time stands still, so that a time limit is never reached.
-            "%globaltimer": 0, "%globaltimer_lo": 0, "%clock": 0, "%clock64": 0,
-        }  # fmt: skip
-        return known.get(name.partition(".")[0])
 
 
 def needs_threads(code: Code) -> bool:
@@ -75,15 +55,14 @@ def _is_of_threads(one: Instruction) -> bool:
 
 
 class Run:
-    """One execution. ``count``: threads, or elements of an elementwise block; ``memory``: the machine."""
+    """One execution by the threads of a program, or for the elements of a block."""
 
     def __init__(
-        self, code: Code, operands: list[Bits | None], position: Position, memory: Memory, by_thread: bool
+        self, code: Code, operands: list[Bits | None], position: Position, port: Port, by_thread: bool
     ) -> None:
         """``operands``: bits of $0, $1, ...; None of a result. ``by_thread``: each thread executes the block."""
-        self._code, self._position, self._accesses = code, position, Accesses(memory)
-        self._by_thread = by_thread
-        self._operands = operands
+        self._code, self._position, self._accesses = code, position, Accesses(port)
+        self._by_thread, self._operands = by_thread, operands
 
     def run(self, active: np.ndarray) -> list[Bits]:
         """Bits of all operands after the ``active`` threads have executed the block."""

@@ -1,6 +1,6 @@
 """Times of gated delta nets and of attention over latents (MLA) on one GPU, and what their bytes or sums would take.
 
-    python benchmarks/delta_and_latents.py OUT.json [--seconds 60]
+    python -m benchmarks.delta_and_latents OUT.json [--seconds 60]
 
 In CUDA graphs; inputs are cold (more copies than the L2 holds). Prompts: 8,192 tokens, heads of one rank of Qwen3.6-27B (8 key
 heads, 24 value heads at two ranks) and the 2 and 8 heads that flash-linear-attention publishes. Steps: of 1, 8, 32 and 128
@@ -12,22 +12,19 @@ torch first.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.fp8_gemm import timed
+from benchmarks.measuring import Rows, copies, timed
 from weft import ops
 from weft.ops.case import Case
 from weft.ops.linear_attention.delta_rule import DeltaSizes, Recurrence, sizes_of
 from weft.ops.linear_attention.gated_delta_net_step import GATED_DELTA_NET_STEP
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.capabilities import COLD_BYTES
-from weft.runtime.files import put
 
 PROMPT, TAPS, EPS = 8192, 4, 1e-6
 # Key heads, value heads of one rank; K = V = 128.
@@ -44,10 +41,6 @@ LATENTS = (
     (128, 128, 4096),
 )
 LATENT, ROPE, PAGE = 512, 64, 64
-
-
-def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
-    return [make() for _ in range(min(16, max(2, cdiv(int(COLD_BYTES), nbytes))))]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -153,16 +146,14 @@ def latents(heads: int, batch: int, context: int, queries: int = 1) -> Iterator[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="skip what is left after this time")
     options = parser.parse_args()
-    start, rows = time.monotonic(), []
+    start, rows = time.monotonic(), Rows(options.out)
 
     def note(results: Iterator[tuple[str, dict[str, Any]]], **shape: int) -> None:
         for name, result in results:
-            rows.append({**shape, "what": name, **result})
-            put(Path(options.out), json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
-            print(rows[-1], flush=True)
+            rows.add({**shape, "what": name, **result})
         torch.cuda.empty_cache()
 
     todo: list[tuple[Iterator[tuple[str, dict[str, Any]]], dict[str, int]]] = [

@@ -9,20 +9,16 @@ is timed. The built-in model then adds in both formats, in graphs.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import weft
-from benchmarks.fp8_gemm import timed
+from benchmarks.measuring import Rows, compile_all, timed
 from weft import ops
 from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.four_bit_tile import dequantized
@@ -35,7 +31,6 @@ from weft.ops.local import capabilities_of
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import COLD_BYTES
-from weft.runtime.files import put
 
 SHAPES, ROWS = ((25600, 5120), (5120, 12800)), (1, 16, 64, 128, 256)
 # Sizes at which further designs are timed.
@@ -57,16 +52,11 @@ def designs(M: int, N: int, K: int) -> Iterator[SmallM]:
             yield replace(base, block_n=block_n, num_warps=warps, num_stages=stages, partials=partials)
 
 
-def compile_one(job: tuple[SmallM, int]) -> str:
-    """Compile a design into Triton's cache by running it once; the error, if any."""
+def compile_one(job: tuple[SmallM, int]) -> None:
+    """Compile a design into Triton's cache by running it once."""
     design, M = job
-    try:
-        x, weight = torch.randn(M, 2048, device="cuda").bfloat16(), mxfp4(torch.randn(512, 2048, device="cuda"))
-        by_design(design, ScaledMatrix(x), weight)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
+    x, weight = torch.randn(M, 2048, device="cuda").bfloat16(), mxfp4(torch.randn(512, 2048, device="cuda"))
+    by_design(design, ScaledMatrix(x), weight)
 
 
 def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Iterator[dict[str, Any]]:
@@ -129,7 +119,7 @@ def sums(team: weft.Team) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=25.0, help="skip what is left after this time")
     options = parser.parse_args()
     start = time.monotonic()
@@ -138,18 +128,9 @@ def main() -> None:
         for N, K in SHAPES for M in ROWS
         for at, design in enumerate(designs(M, N, K)) if at == 0 or (M, N, K) in SWEPT
     }  # fmt: skip
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        errors = [error for error in pool.map(compile_one, jobs) if error]
-    document: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1), "errors": errors[:8], "rows": [],
-    }  # fmt: skip
+    results = Rows(options.out, compiled=len(jobs))
+    results.document["errors"] = compile_all(compile_one, jobs)[:8]
     caps = capabilities_of(torch.device("cuda", 0))
-
-    def write() -> None:
-        document["seconds"] = round(time.monotonic() - start, 1)
-        put(Path(options.out), json.dumps(document, indent=1))
-
     for N, K in SHAPES:
         copies = max(2, cdiv(int(COLD_BYTES), N * K // 2))
         source = [torch.randn(N, K, device="cuda") * K**-0.5 for _ in range(2)]
@@ -161,20 +142,17 @@ def main() -> None:
                 for dtype in (torch.bfloat16, torch.float16)
             ]
             run = timed(lambda w: dequantized(w, torch.bfloat16, caps), several, None)
-            document["rows"].append({"N": N, "K": K, "provider": f"dequantize {form}", "same": same, **run})
+            results.add({"N": N, "K": K, "provider": f"dequantize {form}", "same": same, **run})
         for M in ROWS:
             if time.monotonic() - start > options.seconds:
-                document["rows"].append({"N": N, "K": K, "M": M, "skipped": "out of time"})
+                results.add({"N": N, "K": K, "M": M, "skipped": "out of time"})
                 continue
-            document["rows"] += [
-                {"N": N, "K": K, "M": M, **row} for row in rows_of(M, weights, start + options.seconds)
-            ]
-            write()
+            for row in rows_of(M, weights, start + options.seconds):
+                results.add({"N": N, "K": K, "M": M, **row})
         del weights
-    document["experts"] = list(experts())
-    write()
-    document["sums"] = weft.launch(sums, 1)[0]
-    write()
+    results.document["experts"] = list(experts())
+    results.document["sums"] = weft.launch(sums, 1)[0]
+    results.write()
 
 
 if __name__ == "__main__":

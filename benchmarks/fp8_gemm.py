@@ -1,6 +1,6 @@
 """Times of fp8 GEMMs on one GPU: cuBLAS, DeepGEMM if it is installed, and weft's small-M kernel with a sweep over its knobs.
 
-    python benchmarks/fp8_gemm.py OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
+    python -m benchmarks.fp8_gemm OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
 
 Weights are cold (more copies than the L2 holds), in CUDA graphs; each result is compared with the dequantized product before
 it is timed. A configuration that fails is recorded with its error. Rows of "x8" take fp8 rows; others quantize bf16 rows too;
@@ -10,19 +10,14 @@ it is timed. A configuration that fails is recorded with its error. Rows of "x8"
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch.nn.functional import ScalingType, scaled_mm
 
 try:
@@ -30,9 +25,8 @@ try:
 except ImportError:
     deep_gemm = None
 
-import weft
+from benchmarks.measuring import Rows, compile_all, copies, timed
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.kernels.fp8 import Fp8, quantized_weight
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm import small_m
@@ -42,14 +36,9 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.capabilities import COLD_BYTES
 
 SHAPES = ((25600, 5120), (5120, 12800), (5120, 5120), (5120, 4096))
 ROWS = (1, 16, 64, 128, 512, 4096)
-# Time of a graph in µs, and rounds of which the median counts.
-GRAPH_US, ROUNDS = 600.0, 5
-# Largest error, relative to an element's size plus the reference's standard deviation.
-MOST_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +100,13 @@ def constants_of(design: SmallM) -> tuple:
     )
 
 
-def compile_one(job: tuple[SmallM, int, bool]) -> str:
-    """Compile a design into Triton's cache by running it once; the error, if any."""
+def compile_one(job: tuple[SmallM, int, bool]) -> None:
+    """Compile a design into Triton's cache by running it once."""
     design, M, gated = job
-    try:
-        N, K = 512, 2048
-        weight = quantized_weight(torch.randn(N * (2 if gated else 1), K, device="cuda"), "block")
-        x = torch.randn(M, K, device="cuda").bfloat16()
-        run_design(design, quantized_for(weight, x, capabilities_of(x.device)), weight, gated)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
+    N, K = 512, 2048
+    weight = quantized_weight(torch.randn(N * (2 if gated else 1), K, device="cuda"), "block")
+    x = torch.randn(M, K, device="cuda").bfloat16()
+    run_design(design, quantized_for(weight, x, capabilities_of(x.device)), weight, gated)
 
 
 def run_design(design: SmallM, x: Any, weight: Fp8, gated: bool) -> torch.Tensor:
@@ -138,46 +122,6 @@ def problem_of(M: int, weights: list[Fp8], gated: bool) -> Problem:
         gate, up = reference.chunk(2, 1)
         reference = torch.nn.functional.silu(gate) * up
     return Problem(x=x, rows=rows, weights=weights, reference=reference)
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, calls: int, rounds: int = ROUNDS) -> float:
-    """Median time of one of the graph's calls in µs."""
-    begin, end, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
-    for _ in range(rounds + 1):
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / calls)
-    return round(statistics.median(times[1:]), 2)
-
-
-def timed(call: Callable[[Any], torch.Tensor], weights: list[Any], reference: torch.Tensor | None) -> dict[str, Any]:
-    """Median time of a call in µs, in a graph that takes the weights in turn; or its error."""
-    try:
-        out = call(weights[0])
-        torch.cuda.synchronize()
-        error = (
-            0.0
-            if reference is None
-            else ((out.double() - reference).abs() / (reference.abs() + reference.std())).max().item()
-        )
-        if not error < MOST_ERROR:
-            return {"failed": f"error {error}"}
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call(weights[-1])
-        end.record()
-        torch.cuda.synchronize()
-        once = max(5.0, 1e3 * begin.elapsed_time(end))
-        count = len(weights) * max(1, round(GRAPH_US / min(once, GRAPH_US) / len(weights)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for at in range(count):
-                call(weights[at % len(weights)])
-        return {"us": replay_us(graph, count), "error": round(error, 4)}
-    except Exception as failure:
-        return {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
 
 
 def baselines(p: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,26 +198,9 @@ def of_weft(p: Problem, gated: bool, sms: int, sweep: bool) -> Iterator[tuple[st
             yield "small_m x8", {**found, "design": asdict(ahead_of)}
 
 
-def compile_all(jobs: list[tuple], seconds: float) -> list[str]:
-    """Compile all jobs in parallel; the errors."""
-    errors = []
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(compile_one, job) for job in jobs]
-        deadline = time.monotonic() + seconds
-        for job, future in zip(jobs, futures, strict=True):
-            try:
-                error = future.result(timeout=max(0.1, deadline - time.monotonic()))
-            except Exception as failure:
-                error = type(failure).__name__
-            if error:
-                errors.append(f"{job}: {error}")
-        pool.shutdown(wait=False, cancel_futures=True)
-    return errors
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=280.0, help="skip what is left after this time")
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--no-sweep", action="store_true", help="of weft what the plan takes, and no other design")
@@ -289,20 +216,16 @@ def main() -> None:
             for gated in (False, True) if N == 25600 and M <= 128 else (False,):
                 for design in candidates(M, N // (2 if gated else 1), K, sms, gated):
                     jobs.setdefault((constants_of(design), gated), (design, M, gated))
-    errors = compile_all(list(jobs.values()), 0.5 * options.seconds)
-    document: dict[str, Any] = {
-        "revision": revision(Path(weft.__file__).parent),
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1), "errors": errors, "rows": [],
-    }  # fmt: skip
-    print(document, flush=True)
+    results = Rows(options.out, compiled=len(jobs))
+    results.document["errors"] = compile_all(compile_one, jobs.values(), 0.5 * options.seconds)
+    results.write()
+    print(results.document, flush=True)
     for N, K in shapes:
-        copies = max(2, cdiv(int(COLD_BYTES), N * K))
-        weights = [quantized_weight(torch.randn(N, K, device="cuda") * K**-0.5, "block") for _ in range(copies)]
+        weights = copies(lambda N=N, K=K: quantized_weight(torch.randn(N, K, device="cuda") * K**-0.5, "block"), N * K)
         for M in options.rows:
             for gated in (False, True) if N == 25600 and M <= 128 else (False,):
                 if time.monotonic() - start > options.seconds:
-                    document["rows"].append({"N": N, "K": K, "M": M, "skipped": "out of time"})
+                    results.add({"N": N, "K": K, "M": M, "skipped": "out of time"})
                     continue
                 problem = problem_of(M, weights, gated)
                 providers = [of_weft(problem, gated, sms, not options.no_sweep)]
@@ -313,7 +236,8 @@ def main() -> None:
                     for provider in providers
                     for name, found in provider
                 ]
-                document["rows"] += rows
+                results.document["rows"] += rows
+                results.write()
                 best: dict[str, dict[str, Any]] = {}
                 for row in rows:
                     if row.get("us", 1e9) < best.get(row["provider"], {}).get("us", 1e9):
@@ -325,13 +249,8 @@ def main() -> None:
                     print(f"    {name:20} {row['us']:8.2f}  {design or ''}", flush=True)
                 for row in failed[:3]:
                     print(f"    failed: {row['provider']} {row['failed'][:150]}", flush=True)
-                with open(options.out, "w") as file:
-                    json.dump(document, file, indent=1)
         del weights
-    document["seconds"] = round(time.monotonic() - start, 1)
-    with open(options.out, "w") as file:
-        json.dump(document, file, indent=1)
-    print(f"{document['seconds']} s", flush=True)
+    print(f"{results.document['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

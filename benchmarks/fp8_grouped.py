@@ -11,27 +11,22 @@ bf16 rows between them, fp8 with fp8 rows. DeepGEMM runs beside them where it is
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks.fp8_deep_gemm import deep_gemm_rows
-from benchmarks.fp8_gemm import replay_us
+from benchmarks.measuring import Rows, captured, compile_all, replay_us, said
 from weft import ops
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, empty_rows, rows_argument
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts, Schedule
-from weft.runtime.files import put
 
 HIDDEN, FEATURES, EXPERTS, CHOICES = 2048, 768, 128, 8
 GROUP = RowFormat("group")
@@ -103,8 +98,10 @@ class Problem:
         return [ops.moe_schedule(ids, self.held, block=block) for ids in self.ids]
 
 
-def written(design: GroupedTiles, given: GroupedArguments) -> torch.Tensor:
-    """The gated GEMM by a design, its result in fp8."""
+def run_design(design: GroupedTiles, given: GroupedArguments, gated: bool) -> torch.Tensor:
+    """A GEMM by a design; the result of a gated one in fp8 where a tile has the columns of a scale."""
+    if not gated or design.block_n != 256:
+        return gemms.run(design, given, gated=gated)
     h, scales = empty_rows(given.x, given.schedule.all_pairs, FEATURES, GROUP)
     written = rows_argument(scales, GROUP, torch.bfloat16, 128)
     return gemms.run(design, given, gated=True, out=h, into=gemms.Results(written))
@@ -115,13 +112,10 @@ def timed(call: Callable[[Schedule], Any], schedules: list[Schedule]) -> dict[st
     try:
         call(schedules[0])
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for schedule in schedules * 2:
-                call(schedule)
+        graph = captured(lambda schedule=schedule: call(schedule) for schedule in schedules * 2)
         return {"us": replay_us(graph, 2 * len(schedules), ROUNDS)}
     except Exception as failure:
-        return {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
+        return {"failed": said(failure)}
 
 
 def checked(gemm: str, out: torch.Tensor, expected: torch.Tensor, rows: int) -> dict[str, Any]:
@@ -177,37 +171,23 @@ def rows_of(p: Problem, wide: tuple[torch.Tensor, torch.Tensor], sweep: bool) ->
             for design in candidates(block, gated):
 
                 def call(s: Schedule, design: GroupedTiles = design, gated: bool = gated) -> torch.Tensor:
-                    if gated and design.block_n == 256:
-                        return written(design, GroupedArguments.of(p.rows, p.gate_up, s, True))
-                    if gated:
-                        return gemms.run(design, GroupedArguments.of(p.rows, p.gate_up, s, True), gated=True)
-                    return gemms.run(design, GroupedArguments.of(p.h, p.down, s, False))
+                    x, weight = (p.rows, p.gate_up) if gated else (p.h, p.down)
+                    return run_design(design, GroupedArguments.of(x, weight, s, gated), gated)
 
                 name = "gate_up" if gated else "down"
                 yield {"gemm": name, "provider": "design", "block": block, **timed(call, of_block), **asdict(design)}
 
 
-def compile_one(job: tuple[int, bool, GroupedTiles]) -> str:
-    """Compile a design into Triton's cache by running it once; the error, if any."""
+def compile_one(job: tuple[int, bool, GroupedTiles]) -> None:
+    """Compile a design into Triton's cache by running it once."""
     block, gated, design = job
-    try:
-        gate_up, down = experts_weight(2, 2 * FEATURES, HIDDEN, 0), experts_weight(2, HIDDEN, FEATURES, 1)
-        ids = torch.zeros((3, CHOICES), device="cuda", dtype=torch.int32) - 1
-        ids[:, 0] = 1
-        schedule = ops.moe_schedule(ids, Experts(EXPERTS, 0, 2), block=block)
-        x = Fp8(*by_torch(torch.randn(3, HIDDEN, device="cuda")))
-        h = Fp8(*by_torch(torch.randn(3 * CHOICES, FEATURES, device="cuda")))
-        given = GroupedArguments.of(x, gate_up, schedule, True)
-        if gated and design.block_n == 256:
-            written(design, given)
-        elif gated:
-            gemms.run(design, given, gated=True)
-        else:
-            gemms.run(design, GroupedArguments.of(h, down, schedule, False))
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
+    gate_up, down = experts_weight(2, 2 * FEATURES, HIDDEN, 0), experts_weight(2, HIDDEN, FEATURES, 1)
+    ids = torch.zeros((3, CHOICES), device="cuda", dtype=torch.int32) - 1
+    ids[:, 0] = 1
+    schedule = ops.moe_schedule(ids, Experts(EXPERTS, 0, 2), block=block)
+    x = Fp8(*by_torch(torch.randn(3, HIDDEN, device="cuda")))
+    h = Fp8(*by_torch(torch.randn(3 * CHOICES, FEATURES, device="cuda")))
+    run_design(design, GroupedArguments.of(x if gated else h, gate_up if gated else down, schedule, gated), gated)
 
 
 def main() -> None:
@@ -223,25 +203,18 @@ def main() -> None:
     blocks |= {64} if 128 in blocks else {16} if 32 in blocks else set()
     jobs = [(block, gated, design) for block in sorted(blocks) for gated in (True, False)
             for design in candidates(block, gated) if design.columns == 1024]  # fmt: skip
-    errors: list[str] = []
-    if not asked.no_sweep:
-        with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-            errors = [error for error in pool.map(compile_one, jobs) if error]
-    document: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "held": asked.held, "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1),
-        "errors": errors, "rows": [],
-    }  # fmt: skip
-    print(document, flush=True)
+    results = Rows(asked.out, held=asked.held, compiled=len(jobs))
+    results.document["errors"] = [] if asked.no_sweep else compile_all(compile_one, jobs)
+    print(results.document, flush=True)
     gate_up, down = experts_weight(asked.held, 2 * FEATURES, HIDDEN, 0), experts_weight(asked.held, HIDDEN, FEATURES, 1)
     wide = gate_up.dequantized(torch.bfloat16), down.dequantized(torch.bfloat16)
     for count in tokens:
         if time.monotonic() - start > asked.seconds:
-            document["rows"].append({"tokens": count, "skipped": "out of time"})
+            results.add({"tokens": count, "skipped": "out of time"})
             continue
         best: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows_of(Problem(count, asked.held, gate_up, down), wide, not asked.no_sweep):
-            document["rows"].append({"tokens": count, **row})
+            results.document["rows"].append({"tokens": count, **row})
             key = row["gemm"], row["provider"]
             if "failed" in row:
                 print(count, row, flush=True)
@@ -249,10 +222,8 @@ def main() -> None:
                 best[key] = row
         for row in best.values():
             print(count, {name: value for name, value in row.items() if value is not None}, flush=True)
-        put(asked.out, json.dumps(document, indent=1) + "\n")
-    document["seconds"] = round(time.monotonic() - start, 1)
-    put(asked.out, json.dumps(document, indent=1) + "\n")
-    print(f"{document['seconds']} s", flush=True)
+        results.write()
+    print(f"{results.document['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times of rows put in fp8 on one GPU: by a kernel for that alone, and by the kernel that makes them.
 
-    python benchmarks/fp8_rows.py OUT.json [--seconds 130]
+    python -m benchmarks.fp8_rows OUT.json [--seconds 130]
 
 In CUDA graphs; inputs, and weights of GEMMs, are cold (more copies than the L2 holds). All results are compared, bit for bit,
 with those of two kernels first. Gated GEMMs take fp8 rows; designs of 64 columns need a kernel more for their results.
@@ -9,15 +9,15 @@ with those of two kernels first. Gated GEMMs take fp8 rows; designs of 64 column
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.fp8_gemm import timed
+from benchmarks.measuring import Rows, copies, timed
 from weft import ops
 from weft.kernels.fp8 import Fp8, RowFormat, by_torch, quantized_rows, quantized_weight
 from weft.kernels.operands import ScaledMatrix
@@ -26,17 +26,13 @@ from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.capabilities import COLD_BYTES, Capabilities
+from weft.runtime.capabilities import Capabilities
 
 GROUP, TOKEN = RowFormat("group"), RowFormat("token")
 SHAPES = ((1, 5120), (16, 5120), (128, 5120), (4096, 5120), (4096, 12800))
 # [2 N, K] of gated GEMMs: Qwen3-32B at two ranks, Qwen3-8B at one and two.
 GATED = ((25600, 5120), (24576, 4096), (12288, 4096))
 EPS = 1e-6
-
-
-def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
-    return [make() for _ in range(min(64, max(2, cdiv(int(COLD_BYTES), nbytes))))]
 
 
 def same(rows: Fp8, wanted: Fp8) -> bool:
@@ -105,17 +101,15 @@ def of_gemm(M: int, weights: list[Fp8], caps: Capabilities) -> Iterator[tuple[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=130.0, help="skip what is left after this time")
     options = parser.parse_args()
     start, caps = time.monotonic(), capabilities_of(torch.device("cuda", torch.cuda.current_device()))
-    document: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "rows": []}
+    rows = Rows(options.out)
 
     def note(results: Iterator[tuple[str, dict[str, Any]]], **shape: int) -> None:
         for name, result in results:
-            document["rows"].append({**shape, "what": name, **result})
-            with open(options.out, "w") as file:
-                json.dump(document, file, indent=1)
+            rows.add({**shape, "what": name, **result})
             if time.monotonic() - start > options.seconds:
                 return
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 import weft
+from benchmarks.measuring import captured, replay_us
 from weft import ops
 from weft.engine import Engine, SamplingParams
 from weft.models import DecoderConfig
@@ -99,21 +101,10 @@ def _kernel_times(team: weft.Team, T: int, N: int, K: int, parts: int) -> dict[s
     return times
 
 
-def _microseconds(run: Any, calls: int = 20) -> float:
+def _microseconds(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(5):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) * 1e3 / calls / 5, 2)
+    return replay_us(captured([run] * 20), 20)
 
 
 def _engine(team: weft.Team, folder: str) -> dict[str, Any]:

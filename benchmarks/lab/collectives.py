@@ -1,6 +1,6 @@
 """Designs of the collectives against each other, for the tables of weft/ops/collectives/collective.py.
 
-    python benchmarks/lab/collectives.py --world-size 4 --out benchmarks/lab/h200-x4-collectives.json [--ops all_reduce,…]
+    python -m benchmarks.lab.collectives --world-size 4 --out benchmarks/lab/h200-x4-collectives.json [--ops all_reduce,…]
 
 µs of one call, many in a row in a CUDA graph over inputs in turn (what a decode step does, and nothing of the launch of
 the graph in it), bf16, the maximum over the ranks of the median of the replays. ``--compile 3/8`` only compiles every
@@ -10,23 +10,19 @@ eighth candidate, so that several processes can fill Triton's cache first.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import weft
+from benchmarks.measuring import head
 from weft.bench.harness.compiling import compile_only
-from weft.bench.harness.machine import revision
 from weft.ops import barrier
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from weft.ops.collectives.collective import CollectiveCall
@@ -190,13 +186,8 @@ def command() -> None:
     rows = weft.launch(main, options.world_size, "cuda", args=(ops, share), heap_bytes=8 << 30)[0]
     print(f"{len(rows)} rows in {time.perf_counter() - started:.0f} s")
     if options.out and rows:
-        where = {
-            "gpu": torch.cuda.get_device_name(), "world_size": options.world_size, "torch": torch.__version__,
-            "triton": triton.__version__, "unit": "us", "date": datetime.date.today().isoformat(),
-            "revision": revision(Path(weft.__file__).parent), "command": shlex.join(["python", *sys.argv]),
-        }  # fmt: skip
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        put(options.out, f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')
+        where = head(world_size=options.world_size, unit="us")
+        put(options.out, json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

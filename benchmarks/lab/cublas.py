@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
-import weft
 from benchmarks.lab.skinny import projections
+from benchmarks.measuring import captured, head
 from weft.bench.harness import machine
 from weft.ops.gemm import space
 from weft.ops.gemm.cublas import Cublas
@@ -85,11 +83,7 @@ class Product:
         error = (self.out[:64].float() - self.answer).norm() / self.answer.norm()
         assert error < 3e-3, (self.size, algorithm, error)
         calls = max(COPIES, int(seconds * RATE / self.flop))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for number in range(calls):
-                self.run(number, algorithm)
-        return Graph(graph, calls)
+        return Graph(captured(partial(self.run, number, algorithm) for number in range(calls)), calls)
 
 
 @dataclasses.dataclass
@@ -238,11 +232,7 @@ def main() -> None:
     if options.shapes:
         shapes = {tuple(map(int, shape.split(","))): shape for shape in options.shapes}
     versions = f"{search.versions_of()}, cuBLAS {cublaslt.version()}"
-    head = {
-        "command": shlex.join(["python", "-m", "benchmarks.lab.cublas", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "gpu": torch.cuda.get_device_name(),
-        "versions": versions, "revision": machine.revision(Path(weft.__file__).parent),
-    }  # fmt: skip
+    about = head(versions=versions)
     one: Callable[[Product], dict | None] = ragged_one if options.ragged else search_one
     rows_found: list[dict] = []
     torch.cuda.set_stream(torch.cuda.Stream())
@@ -258,9 +248,9 @@ def main() -> None:
         print(f"{label}: {found['cublas_us']} ({found['cublas_burst_us']}) -> {'chosen' if best else 'not chosen'} {shown}: "
               f"{shown['us'] / found['cublas_us']:.3f} ({shown['burst_us'] / found['cublas_burst_us']:.3f}), "
               f"{time.perf_counter() - started:.1f} s", flush=True)  # fmt: skip
-        put(options.out, json.dumps(head | {"rows": rows_found}, indent=1) + "\n")
+        put(options.out, json.dumps(about | {"rows": rows_found}, indent=1) + "\n")
     if options.tuned is not None:
-        save(head | {"rows": rows_found}, options.tuned)
+        save(about | {"rows": rows_found}, options.tuned)
 
 
 if __name__ == "__main__":

@@ -14,26 +14,20 @@ the two GEMMs alone: the median of replays, variants in turn.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import triton
 
-import weft
 from benchmarks.lab.skinny import BF16, Bench
+from benchmarks.measuring import Rows
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decoding import SplitKV, split_kv_for
 from weft.ops.op import find_op
 from weft.plan.memo import forget
 from weft.plan.planned import Planned
-from weft.runtime.files import put
 
 GROUP, D, PAGE, HIDDEN, EPS, LAYERS = 8, 128, 64, 5120, 1e-6, 8
 BLOCKS = (64, 32, 16)
@@ -133,15 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     chosen = parser.parse_args()
-    bench = Bench()
-    document = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(),
-        "revision": revision(Path(weft.__file__).parent),
-        "command": " ".join(["python -m benchmarks.lab.decode_attention", *sys.argv[1:]]),
-        "rows": [row(bench, *shape) for shape in SHAPES],
-    }  # fmt: skip
-    put(chosen.out, json.dumps(document, indent=1) + "\n")
+    bench, results = Bench(), Rows(chosen.out)
+    for shape in SHAPES:
+        results.add(row(bench, *shape))
 
 
 if __name__ == "__main__":

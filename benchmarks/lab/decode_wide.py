@@ -13,25 +13,22 @@ eight, each with its own cache: the median of ten replays. Every result is compa
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-import weft
-from weft.bench.harness.machine import revision
+from benchmarks.measuring import Rows, captured, replay_us
 from weft.kernels.paged_cache import Sequences
 from weft.kernels.rotary import HeadNorms
 from weft.ops.attention import decoding
 from weft.ops.attention.decode_attention import DECODE_ATTENTION, DecodeArguments
 from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, splits_of
 from weft.ops.local import capabilities_of
-from weft.runtime.files import put
 
 D, GROUP, HEADS, PAGE, LAYERS = 256, 6, 2, 64, 8
 BF16 = torch.bfloat16
@@ -78,18 +75,8 @@ class Layers:
 
 def microseconds(layers: Layers, design: SplitKV) -> float:
     layers.run(design, 0)
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
-            layers.run(design, layer)
-    for _ in range(REPLAYS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
-    return statistics.median(times[2:])
+    graph = captured(partial(layers.run, design, layer) for layer in range(LAYERS))
+    return replay_us(graph, LAYERS, REPLAYS, warm_up=2)
 
 
 def designs(call: DecodingCall) -> Iterator[tuple[str, SplitKV]]:
@@ -121,16 +108,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="no design begins after this")
     chosen = parser.parse_args()
-    end, rows = time.monotonic() + chosen.seconds, []
+    end, results = time.monotonic() + chosen.seconds, Rows(chosen.json)
     for batch, length in SHAPES:
         for form in FORMS:
-            new = list(measured(form, batch, length, end))
-            for row in [*new[:1], *sorted(new[1:], key=lambda row: row["us"])[:1]]:
-                print(row, flush=True)
-            rows += new
+            for row in measured(form, batch, length, end):
+                results.add(row)
             torch.cuda.empty_cache()
-    gpu = torch.cuda.get_device_name()
-    put(chosen.json, json.dumps({"gpu": gpu, "revision": revision(Path(weft.__file__).parent), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 
 import weft
 from benchmarks.lab.layer_launches import period_of, row_of
+from benchmarks.measuring import captured, replay_us
 from weft.bench.models.breakdown import Kernel, kernels_of
 from weft.bench.models.sessions import WeftSession, build
 from weft.bench.models.steps import config_of
@@ -116,17 +117,8 @@ def measured(model: Any, batch: int, context: int, profiled: bool) -> dict[str, 
 
     step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    begin, end, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
-    for _ in range(WARM_UP + 10):
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    step_us = {"step_us": round(statistics.median(times[WARM_UP:]), 1)}
+    graph = captured([step])
+    step_us = {"step_us": replay_us(graph, rounds=10, warm_up=WARM_UP)}
     if not profiled:
         return step_us
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:

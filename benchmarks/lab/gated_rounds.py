@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 
-import weft
-from benchmarks.delta_and_latents import copies, draw
-from benchmarks.fp8_gemm import timed
-from weft.bench.harness.machine import revision
+from benchmarks.delta_and_latents import draw
+from benchmarks.measuring import Rows, copies, timed
 from weft.kernels.operands import RowScales, ScaledMatrix
 from weft.ops import silu_mul
 from weft.ops.gemm import small_m
 from weft.ops.gemm.small_m_rule import MAX_ROWS, SmallM
-from weft.runtime.files import put
 
 COLUMNS, HIDDEN, ROWS = (8704, 12800, 17408), 5120, (4, 32, 64, 128)
 # block_n, block_k, num_stages, and of 128 rows num_warps
@@ -86,8 +83,9 @@ def main() -> None:
         return
     if chosen.out is None:
         parser.error("name the file of the result, or pass --table")
-    rows = list(measured(time.monotonic() + chosen.seconds))
-    put(chosen.out, json.dumps({"revision": revision(Path(weft.__file__).parent), "rows": rows}, indent=1))
+    results = Rows(chosen.out)
+    for row in measured(time.monotonic() + chosen.seconds):
+        results.add(row)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -21,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-import weft
+from benchmarks.measuring import Rows, captured
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
@@ -33,7 +30,6 @@ from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts
-from weft.runtime.files import put
 
 # hidden, features, experts in all, those of this rank, choices
 SHAPES = {
@@ -115,9 +111,7 @@ class Chain:
         for name, pair in designs.items():
             self.run(pair, 1)
             torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name]):
-                self.run(pair, LAYERS)
+            graphs[name] = captured([lambda pair=pair: self.run(pair, LAYERS)])
         samples: dict[str, list[float]] = {name: [] for name in graphs}
         for _, (name, graph) in itertools.product(range(REPLAYS), graphs.items()):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -158,38 +152,32 @@ def compile_share(worker: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker is not None:
         return compile_share(asked.worker)
+    if asked.out is None:
+        parser.error("name the file of the results with --out")
     command = [sys.executable, "-m", "benchmarks.lab.grouped_designs", "--worker"]
     for process in [subprocess.Popen([*command, str(worker)]) for worker in range(WORKERS)]:
         process.wait()
-    found = {
-        "command": "python -m benchmarks.lab.grouped_designs",
-        "gpu": torch.cuda.get_device_name(),
-        "revision": revision(Path(weft.__file__).parent),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "rows": [],
-    }
+    results = Rows(asked.out)
     for shape in SHAPES:
         for tokens in TOKENS.get(shape, MOST_TOKENS):
-            found["rows"] += rows_of(shape, tokens)
-            if asked.out:  # so far, should the rest be cut
-                put(asked.out, json.dumps(found, indent=1) + "\n")
+            for row in rows_of(shape, tokens):
+                results.add(row)
 
 
-def rows_of(shape: str, tokens: int) -> list[dict[str, Any]]:
-    chain, rows = Chain(shape, tokens, SETS), []
+def rows_of(shape: str, tokens: int) -> Iterator[dict[str, Any]]:
+    chain = Chain(shape, tokens, SETS)
     plans, rules = chain.plans(), chain.rules()
     for index, (gemm, pairs) in enumerate(designs_of(chain)):
         times = sorted(chain.times(pairs).items(), key=lambda one: one[1])
         us = {name: dict(times)[text(of[index])] for name, of in (("plan", plans), ("rule", rules))}
         row = {"shape": shape, "tokens": tokens, "gemm": gemm, **us, "best": times[0][1], "design": times[0][0]}
         print(row, flush=True)
-        rows.append({**row, "designs": dict(times)})
-    return rows
+        yield {**row, "designs": dict(times)}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Host time of eager calls: microseconds in which Python, torch and Triton submit a call's work.
 
-    python benchmarks/lab/host_time.py --world-size 2 --out FILE [--only all_reduce,barrier] [--profile all_reduce]
+    python -m benchmarks.lab.host_time --world-size 2 --out FILE [--only all_reduce,barrier] [--profile all_reduce]
 
 The median over CALLS calls, each timed alone and none waited for, and its 10th and 90th percentile, of the rank where the
 median is highest; "torch add" shows how fast the host is. --share-gpus lets the ranks share one GPU: the host is the same, and
@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import weft
+from benchmarks.measuring import head
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.runtime.files import put
 
 CALLS, WARM_UP, AT_ONCE = 200, 20, 20
@@ -113,13 +112,8 @@ def command() -> None:
     arguments = options.only.split(","), options.profile
     rows = weft.launch(main, options.world_size, "cuda", args=arguments, share_gpus=options.share_gpus)[0]
     if options.out:
-        where = {
-            "gpu": torch.cuda.get_device_name(), "world_size": options.world_size, "share_gpus": options.share_gpus,
-            "torch": torch.__version__, "triton": triton.__version__, "revision": revision(Path(weft.__file__).parent),
-            "unit": "us",
-        }  # fmt: skip
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        put(options.out, f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')
+        where = head(world_size=options.world_size, share_gpus=options.share_gpus, unit="us")
+        put(options.out, json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Contexts of 4,096 tokens come first; what does not fit the time is left out.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -19,10 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-import weft
-from benchmarks.delta_and_latents import LATENT, PAGE, ROPE, copies, draw, places
-from benchmarks.fp8_gemm import MOST_ERROR, timed
-from weft.bench.harness.machine import revision
+from benchmarks.delta_and_latents import LATENT, PAGE, ROPE, draw, places
+from benchmarks.measuring import MOST_ERROR, Rows, copies, timed
 from weft.kernels.paged_cache import Sequences
 from weft.ops.attention.decoding import splits_of
 from weft.ops.attention.mla_decode_attention import MLA_DECODE_ATTENTION, MLAArguments
@@ -30,7 +27,6 @@ from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall
 from weft.ops.local import machine_on
 from weft.plan.planned import Machine
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.files import put
 
 SCALE = (128 + 64) ** -0.5
 # 64 rows on tensor cores of sm_90, also where rows fill a quarter of them, and the plan's 16 rows with early copies.
@@ -103,19 +99,15 @@ def error_of(out: torch.Tensor, q: torch.Tensor, q_rope: torch.Tensor, cache: to
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=40.0, help="skip what is left after this time")
     options = parser.parse_args()
-    start, rows = time.monotonic(), []
-    machine = machine_on(torch.device("cuda", 0))
+    start, results, machine = time.monotonic(), Rows(options.out), machine_on(torch.device("cuda", 0))
     for shape in SHAPES:
         if time.monotonic() - start > options.seconds:
             break
         for row in rows_of(shape, machine):
-            rows.append(row)
-            print(row, flush=True)
-        whole = {"revision": revision(Path(weft.__file__).parent), "gpu": torch.cuda.get_device_name(), "rows": rows}
-        put(Path(options.out), json.dumps(whole, indent=1))
+            results.add(row)
         torch.cuda.empty_cache()
 
 

@@ -9,21 +9,17 @@ Medians of rank 0, milliseconds: until the host is done, and until the GPU is.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import weft
-from weft.bench.harness.machine import revision
+from benchmarks.measuring import head
 from weft.engine import Engine, SamplingParams
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import LAUNCHED_FIRST, RAGGED_FIRST, ragged_shape_of, shape_of_new
@@ -100,13 +96,4 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found = weft.launch(main, options.world_size, "cuda", args=(options.model,), heap_bytes=4 << 30)[0]
-    where = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "revision": revision(Path(weft.__file__).parent),
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.lab.prompts", *sys.argv[1:]]),
-    }
-    put(options.out, json.dumps({"where": where, "unit": "milliseconds", "prompts": found}, indent=1) + "\n")
-    sys.exit(0)
+    put(options.out, json.dumps({"where": head(), "unit": "milliseconds", "prompts": found}, indent=1) + "\n")

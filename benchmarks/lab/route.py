@@ -9,22 +9,18 @@ call. "in a row": one call for each of so many router weights that they do not f
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-import weft
+from benchmarks.measuring import Rows
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
 from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, MOST_LOGITS, MOST_TOKENS, RouterCall
 from weft.ops.moe.routing import Experts
-from weft.runtime.files import put
 
 MODELS = {"qwen3-30b-a3b": (2048, 128, 8), "deepseek-v3": (7168, 256, 8)}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 4096)
@@ -92,7 +88,6 @@ def rows_of(name: str, flush: torch.Tensor) -> Iterator[dict[str, Any]]:
             forms["one launch"] = by("fused")
         plan = MATMUL_ROUTE_SCHEDULE.plan(call, machine_on(device))
         times = {form: both(run, sets, flush) for form, run in forms.items()}
-        print(name, tokens, plan.name, {form: tuple(one.values()) for form, one in times.items()}, flush=True)
         yield {"model": name, "tokens": tokens, "plan": plan.name, "times": times}
 
 
@@ -101,18 +96,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     flush = torch.zeros(1 << 25, device="cuda")
-    result = {
-        "command": "python -m benchmarks.lab.route",
-        "gpu": torch.cuda.get_device_name(),
-        "revision": revision(Path(weft.__file__).parent),
-        "versions": {module.__name__: module.__version__ for module in (torch, triton)},
-        "empty_us": round(timed(lambda: None, flush, 41), 2),
-        "rows": [],
-    }
+    results = Rows(chosen.out, empty_us=round(timed(lambda: None, flush, 41), 2))
     for name in MODELS:
         for row in rows_of(name, flush):
-            result["rows"].append(row)
-            put(chosen.out, json.dumps(result, indent=1) + "\n")  # so far, should the rest be cut
+            results.add(row)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,6 @@ A time is that of one GEMM in a CUDA graph of many, on weights of 1 GB in all, u
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,17 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-import weft
 import weft.language as wl
+from benchmarks.measuring import Rows, captured, replay_us
 from weft import ops
-from weft.bench.harness.machine import revision
 from weft.language.lowering import ptx
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
 from weft.ops.local import capabilities_of
 from weft.plan.planned import machine
-from weft.runtime.files import put
 
 BF16 = torch.bfloat16
 HIDDEN = 5120
@@ -89,18 +83,7 @@ class Bench:
 
     def us(self, steps: list[Callable[[], object]]) -> float:
         """Microseconds of a graph of ``steps``, the median of REPLAYS."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            for step in steps:
-                step()
-        graph.replay()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False))
+        return replay_us(captured(steps, self.stream), rounds=REPLAYS)
 
     def situations(self, product: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, float]:
         """Microseconds of one GEMM, and of what comes before it, in each situation."""
@@ -155,7 +138,6 @@ def rows_of(bench: Bench, world_size: int, rows: list[int]):
                 "projection": name, "world_size": world_size, "M": M, "N": N, "K": K, "gated": gated,
                 "us": found, "config": op.config_of(design), "chosen": "skinny" if chosen == "small_m" else "cublas",
             }  # fmt: skip
-            print(json.dumps(row), file=sys.stderr, flush=True)
             yield row
 
 
@@ -166,16 +148,10 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16,32,64,128")
     chosen = parser.parse_args()
     bench = Bench()
-    document = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(), "wait_us": WAIT_US,
-        "revision": revision(Path(weft.__file__).parent),
-        "command": " ".join(["python -m benchmarks.lab.skinny", *sys.argv[1:]]), "rows": [],
-    }  # fmt: skip
+    results = Rows(chosen.out, wait_us=WAIT_US)
     for world_size in map(int, chosen.world_size.split(",")):
         for row in rows_of(bench, world_size, list(map(int, chosen.rows.split(",")))):
-            document["rows"].append(row)
-            put(chosen.out, json.dumps(document, indent=1) + "\n")
+            results.add(row)
 
 
 if __name__ == "__main__":

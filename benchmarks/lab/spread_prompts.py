@@ -10,23 +10,17 @@ ranks take turns on fewer GPUs, and only the answers count.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import random
-import shlex
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-
 import weft
-from weft.bench.harness.machine import revision
+from benchmarks.measuring import head
 from weft.engine import Engine
 from weft.models import DecoderConfig
 from weft.runtime.files import put
@@ -114,13 +108,4 @@ if __name__ == "__main__":
     given = config, contexts, more, options.rounds, engines
     launched = {"heap_bytes": 4 << 30, "share_gpus": options.share_gpus}
     found = weft.launch(main, options.world_size, "cuda", args=given, **launched)[0]
-    where = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "revision": revision(Path(weft.__file__).parent),
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.lab.spread_prompts", *sys.argv[1:]]),
-    }
-    put(options.out, json.dumps({"where": where, "unit": "milliseconds", "found": found}, indent=1) + "\n")
-    sys.exit(0)
+    put(options.out, json.dumps({"where": head(), "unit": "milliseconds", "found": found}, indent=1) + "\n")

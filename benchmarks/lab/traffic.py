@@ -9,22 +9,18 @@ captured when they come again; the same engine is then warmed up. Last a second 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import random
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import weft
-from weft.bench.harness.machine import revision
+from benchmarks.measuring import head
 from weft.engine import Engine, SamplingParams
 from weft.engine.params import Kind
 from weft.engine.slots import SlotState
@@ -166,13 +162,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     config = DecoderConfig.named(options.model)
     found = weft.launch(main, options.world_size, "cuda", args=(config,), heap_bytes=4 << 30)[0]
-    where = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "revision": revision(Path(weft.__file__).parent),
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.lab.traffic", *sys.argv[1:]]),
-    }
-    put(options.out, json.dumps({"where": where, "unit": "milliseconds", "found": found}, indent=1) + "\n")
-    sys.exit(0)
+    put(options.out, json.dumps({"where": head(), "unit": "milliseconds", "found": found}, indent=1) + "\n")

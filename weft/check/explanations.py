@@ -17,7 +17,6 @@ class Explanation:
     mended: str
 
 
-_PUBLISH = "tl.store(peer_data + at, x); tl.debug_barrier(); "
 EXPLANATIONS = {
     "race": Explanation(
         "Two accesses touch the same memory, at least one writes, and nothing orders them: either may come first.",
@@ -28,7 +27,7 @@ EXPLANATIONS = {
     "missing-barrier": Explanation(
         "A release by one thread covers what that thread did, and what all threads did before the last CTA barrier.",
         "tl.store(peer_data + at, x); tl.atomic_xchg(flag, 1, sem='release', scope='sys')",
-        _PUBLISH + "tl.atomic_xchg(flag, 1, sem='release', scope='sys')",
+        "tl.store(peer_data + at, x); tl.debug_barrier(); tl.atomic_xchg(flag, 1, sem='release', scope='sys')",
     ),
     "cta-race": Explanation(
         "A program loads in other threads than have stored: threads of one program run at different speeds.",

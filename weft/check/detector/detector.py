@@ -66,8 +66,7 @@ class Detector(HappensBefore):
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
     def note_named(self, who: str) -> None:
-        thread = self.thread()
-        self.named[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
+        self.named[who] = Access.of(self.thread(), "access", self.races.code())
 
     def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:
         thread = self.thread()
@@ -100,8 +99,7 @@ class Detector(HappensBefore):
             if thread.waits is not None:
                 by_line.setdefault(thread.waits[1], thread)
         sides = [
-            Access(0, thread, SCALAR, 0, 0, 0, "spin" if thread in spinning else "wait", line, "sys", thread.sync)
-            for line, thread in by_line.items()
+            Access.of(thread, "spin" if thread in spinning else "wait", line, "sys") for line, thread in by_line.items()
         ]
         stuck = [task.waiting for task in self.machine.scheduler.waiting_tasks()]
         meet = kind == "deadlock" and all(one is not None and one.low is None for one in stuck)  # ranks, not bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.check.detector.races import Races, elements_at
-from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
+from weft.check.detector.thread_clocks import Access, ThreadClock
 from weft.simulator.interpreter import CodeLine
 
 
@@ -57,7 +57,7 @@ class Epochs:
             f"launch {now.launch} of rank {thread.rank} begins epoch {number} again: launch {before.launch} began it, and "
             f"{missing} of its {before.programs} program(s) ended without wl.advance_call or wl.advance_epoch"
         )
-        access = Access(0, thread, SCALAR, 0, 0, 0, "begin of an epoch", code, None, thread.sync)
+        access = Access.of(thread, "begin of an epoch", code)
         extent = self._races.memory.find(address)
         self._races.report("unadvanced", text, [access], elements_at(extent, address, address))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ from weft.check.detector.host_lines import OF_WEFT, host_line
 from weft.check.detector.races import Elements, Races
 from weft.check.detector.residency import Residency
 from weft.check.detector.signals import Signals
-from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
+from weft.check.detector.thread_clocks import Access, ProgramClock, Sync, ThreadClock
 from weft.check.detector.vector_clocks import joined, new_clock
 from weft.runtime.team.view import TeamView
 from weft.simulator.machine.grids import Grid, Program
@@ -133,7 +133,7 @@ class HappensBefore(Observer):
         thread, order = self._threads[program], self.orders[program.grid]
         if thread.ahead is not None:
             name = program.grid.launch.name
-            access = Access(0, thread, SCALAR, 0, 0, 0, f"end of {name}", None, None, thread.sync)
+            access = Access.of(thread, f"end of {name}")
             text = (
                 f"{thread.label}, launched with launch_pdl=True, ends without having waited for the kernel before it: the "
                 f"next kernel may start before that one has ended"
@@ -207,7 +207,7 @@ class HappensBefore(Observer):
 
     def disagreed(self, text: str, first: int, place: object, rank: int) -> None:
         sides = [(first, place), (rank, self.host_place())]
-        accesses = [Access(0, self._main[side], SCALAR, 0, 0, 0, "call", code, None, Sync("")) for side, code in sides]
+        accesses = [replace(Access.of(self._main[side], "call", code), sync=Sync("")) for side, code in sides]
         self.races.report("call-mismatch", text.partition(": ")[2], accesses)
 
     def fork(self, stream: str) -> None:

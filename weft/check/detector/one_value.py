@@ -100,7 +100,7 @@ class OneValueWaits:
         key, extent = (wait.thread.slot, wait.code, wait.wanted), self._races.memory.find(signal.address)
         if extent is None or key in signal.missed or len(signal.missed) >= _MOST:
             return
-        access = Access(0, wait.thread, SCALAR, 0, 0, 0, "wait", wait.code, "sys", wait.thread.sync)
+        access = Access.of(wait.thread, "wait", wait.code, "sys")
         text = f"{self._races.line_of(access)} waits until a signal is {wait.wanted}, and may never see it: {why}"
         place = elements_at(extent, signal.address, signal.address)
         signal.missed[key] = wait, partial(self._races.report, "equality-wait", text, [access], place)

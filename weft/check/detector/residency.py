@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from weft.check.detector.races import Elements, elements_at
 from weft.check.detector.signal_states import Signal
-from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
+from weft.check.detector.thread_clocks import Access, ThreadClock
 from weft.simulator.machine.grids import Grid
 from weft.simulator.machine.memory import Memory
 
@@ -50,7 +50,7 @@ class Residency:
             f"{self._sms} at a time"
         )
         extent = self._memory.find(address)
-        access = Access(0, thread, SCALAR, 0, 0, 0, "wait", code, "sys", thread.sync)
+        access = Access.of(thread, "wait", code, "sys")
         elements = elements_at(extent, extent.base, extent.base) if extent is not None else Elements()
         self._report("residency", text, [access], elements)
 

@@ -73,6 +73,11 @@ class Access:
     launches: int | None = None  # of a copy: kernels that its rank had launched when it was enqueued
     issued: int | None = None  # of a copy or host code: number in the order in which its rank has issued them
 
+    @classmethod
+    def of(cls, thread: ThreadClock, verb: str, code: tuple | None = None, scope: str | None = None) -> Access:
+        """Side of a finding that is no access to memory."""
+        return cls(0, thread, SCALAR, 0, 0, 0, verb, code, scope, thread.sync)
+
 
 @dataclass(slots=True)
 class Write:

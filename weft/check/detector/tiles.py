@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from weft.check.detector.races import Races, elements_at
-from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
+from weft.check.detector.thread_clocks import Access, ThreadClock
 from weft.simulator.machine.grids import Grid
 from weft.simulator.observer import MappedTile, TileMark
 
@@ -163,7 +163,7 @@ class Tiles:
 
     def _report(self, kind: str, text: str, thread: ThreadClock) -> None:
         """Report a map's error, one of each kind: the verb is the finding's identity."""
-        self._races.report(kind, text, (Access(0, thread, SCALAR, 0, 0, 0, "map of tiles", None, None, thread.sync),))
+        self._races.report(kind, text, (Access.of(thread, "map of tiles"),))
 
 
 def _chunks(tile: TileMark) -> str:

@@ -156,6 +156,10 @@ def is_polled(file: str, line: int) -> bool:
     return loop is not None and _is_polled(loop, line)
 
 
+def _spans(node: ast.expr | ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or line)
+
+
 def _is_inequality(node: ast.AST) -> bool:
     if isinstance(node, ast.Compare):
         return any(isinstance(op, ast.NotEq) for op in node.ops)
@@ -168,11 +172,11 @@ def _is_read(node: ast.expr, loop: ast.While, line: int) -> bool:
     while isinstance(node, ast.Call) and _called(node) in _CASTS:
         node = node.func.value if _called(node) == "to" and isinstance(node.func, ast.Attribute) else node.args[0]
     if isinstance(node, ast.Call):
-        return node.lineno <= line <= (node.end_lineno or line) and _called(node).startswith(_READERS)
+        return _spans(node, line) and _called(node).startswith(_READERS)
     if not isinstance(node, ast.Name):
         return False
     for one in ast.walk(loop):
-        if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or line):
+        if isinstance(one, ast.Assign) and _spans(one, line):
             targets = [target.id for target in one.targets if isinstance(target, ast.Name)]
             return node.id in targets and _is_read(one.value, loop, line)
     return False
@@ -193,17 +197,17 @@ def _called(call: ast.Call) -> str:
 
 def _is_polled(loop: ast.While, line: int) -> bool:
     """True if ``line`` is in the loop's condition, or assigns a name that the condition uses."""
-    if loop.test.lineno <= line <= (loop.test.end_lineno or line):
+    if _spans(loop.test, line):
         return True
     tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     for node in ast.walk(loop):
-        if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or line):
+        if isinstance(node, ast.Assign) and _spans(node, line):
             return any(isinstance(n, ast.Name) and n.id in tested for target in node.targets for n in ast.walk(target))
     return False
 
 
 def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
-    around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or line)]
+    around = [loop for loop in loops if _spans(loop, line)]
     return max(around, key=lambda loop: loop.lineno, default=None)
 
 
@@ -213,7 +217,7 @@ def is_discarded(file: str, line: int) -> bool:
     if any(_branches(node) for node in _calls_of_assembly(file, line)):
         return False  # the assembly itself may use it
     for node in _statements(file):
-        if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
+        if isinstance(node, ast.Expr) and _spans(node, line):
             calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
             return not any(call is not node.value and _called(call).startswith(_READERS) for call in calls)
     return False
@@ -221,11 +225,11 @@ def is_discarded(file: str, line: int) -> bool:
 
 def _calls_of_assembly(file: str, line: int) -> list[ast.Call]:
     """Calls of ``tl.inline_asm_elementwise`` that span ``line``."""
-    around = [node for node in _statements(file) if node.lineno <= line <= (node.end_lineno or line)]
+    around = [node for node in _statements(file) if _spans(node, line)]
     calls = [one for node in around for one in ast.walk(node) if isinstance(one, ast.Call)]
     return [
         call for call in calls
-        if _called(call) == "inline_asm_elementwise" and call.lineno <= line <= (call.end_lineno or line)
+        if _called(call) == "inline_asm_elementwise" and _spans(call, line)
     ]  # fmt: skip
 
 

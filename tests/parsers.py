@@ -120,8 +120,8 @@ class Parsed(Exception):
 
 def parse_script(file, arguments):
     """By the parser that the script makes; it is stopped there. A script without one takes no arguments."""
-    examples = "from running import" in file.read_text()  # examples/running.py parses
-    if "argparse" not in file.read_text() and not examples:
+    # examples/running.py parses, and a command that another script has.
+    if not any(words in file.read_text() for words in ("argparse", "from running import", "command(__doc__")):
         assert not arguments, f"{file} takes no arguments"
         return
     parse_args = argparse.ArgumentParser.parse_args
@@ -133,7 +133,7 @@ def parse_script(file, arguments):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
         patch.setattr(sys, "argv", [str(file), *arguments])
-        patch.syspath_prepend(str(file.parent if examples else ROOT))
+        patch.syspath_prepend(str(file.parent if file.parent.name == "examples" else ROOT))
         runpy.run_path(str(file), run_name="__main__")
 
 

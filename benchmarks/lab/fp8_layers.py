@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import weft
-from benchmarks.lab.layer_launches import period_of, row_of
+from benchmarks.lab.layer_launches import REPLAYS, WARM_UP, period_of, row_of, steps_of
 from benchmarks.measuring import captured, replay_us
-from weft.bench.models.breakdown import Kernel, kernels_of
+from weft.bench.models.breakdown import Kernel
 from weft.bench.models.sessions import WeftSession, build
 from weft.bench.models.steps import config_of
 from weft.models.config import DecoderConfig
@@ -36,7 +36,6 @@ from weft.runtime.files import put
 
 # Bytes a second of weights that an H200 reaches.
 REACHED = 4.3e12
-REPLAYS, WARM_UP = 5, 2
 # Changes of the dense model's small-M designs, by projection; None: the plan's.
 VARIANTS: tuple[dict[str, dict[str, int]] | None, ...] = (
     None,
@@ -125,15 +124,12 @@ def measured(model: Any, batch: int, context: int, profiled: bool) -> dict[str, 
         for _ in range(WARM_UP + REPLAYS):
             graph.replay()
             torch.cuda.synchronize()
-    kernels = sorted(kernels_of(profiler), key=lambda kernel: kernel.start)
-    count = len(kernels) // (WARM_UP + REPLAYS)
-    steps = [kernels[at : at + count] for at in range(WARM_UP * count, len(kernels) - count + 1, count)]
-    layers = model.config.num_hidden_layers
-    rows = of_layer(steps, layers)
+    steps = steps_of(profiler)
+    rows = of_layer(steps, model.config.num_hidden_layers)
     return {
         **step_us,
         "profiled_us": round(statistics.median(step[-1].end - step[0].start for step in steps), 1),
-        "kernels_of_step": count,
+        "kernels_of_step": len(steps[0]),
         "layer_us": round(sum(row["adds"] for row in rows), 2),
         "kernels": rows,
     }

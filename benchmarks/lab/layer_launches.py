@@ -137,6 +137,13 @@ def layer_rows(steps: Sequence[Sequence[Kernel]], layers: int) -> list[dict[str,
     return rows
 
 
+def steps_of(profiler: torch.profiler.profile) -> list[list[Kernel]]:
+    """Kernels of each replay after the first WARM_UP, in the order of their start."""
+    kernels = sorted(kernels_of(profiler), key=lambda kernel: kernel.start)
+    count = len(kernels) // (WARM_UP + REPLAYS)
+    return [kernels[at : at + count] for at in range(WARM_UP * count, len(kernels) - count + 1, count)]
+
+
 def row_of(steps: Sequence[Sequence[Kernel]], places: range) -> dict[str, Any]:
     """A kernel that lies at these places of each step: medians of its time and of what it adds."""
     pairs = [(step[at - 1], step[at]) for step in steps for at in places]
@@ -206,10 +213,7 @@ def profiled(team: Any, graph: torch.cuda.CUDAGraph, layers: int) -> list[dict[s
     rows: list[dict[str, Any]] = []
     if team.rank == 0:
         profiler.stop()
-        kernels = sorted(kernels_of(profiler), key=lambda kernel: kernel.start)
-        count = len(kernels) // (WARM_UP + REPLAYS)
-        steps = [kernels[at : at + count] for at in range(WARM_UP * count, len(kernels) - count + 1, count)]
-        rows = layer_rows(steps, layers)
+        rows = layer_rows(steps_of(profiler), layers)
     return team.exchange(rows)[0]
 
 

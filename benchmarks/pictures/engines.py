@@ -18,7 +18,6 @@ LAB = Path(__file__).resolve().parent.parent / "lab"
 GPU, WORLD_SIZE = "NVIDIA H200", 2
 PROMPTS, TOKENS = (1, 8, 32, 128), 128
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-BEGIN, END = "<!-- engines -->\n", "<!-- end of engines -->\n"
 # Of the runs in a folder, whose files do not have it.
 DATES = {
     "h200-x2-engines": "2026-11-26",
@@ -111,12 +110,6 @@ def table(shown: Iterable[Pair]) -> str:
         name = f"{pair.model}, {pair.form}, beside {pair.engine} {pair.version}{when}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*head, *lines]) + "\n"
-
-
-def with_table(page: str, shown: Iterable[Pair]) -> str:
-    """The page's text with the table in place of what is between the marks; as it is where it has no marks."""
-    head, mark, rest = page.partition(BEGIN)
-    return f"{head}{mark}{table(shown)}{END}{rest.partition(END)[2]}" if mark else page
 
 
 def picture(shown: list[Pair], colours: Palette) -> str:

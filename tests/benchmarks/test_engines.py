@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import engine_page, engines, fp8_page
-from tests.documents import ROOT
+from benchmarks.pages import DOCS, with_tables
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_page_pairs_runs_of_one_setting(tmp_path):
     )
     for number, run in enumerate(runs):
         (tmp_path / f"{number}.json").write_text(json.dumps(run))
-    page = engine_page.page([tmp_path])
+    page = engine_page.tables([tmp_path])
     assert page.count("## m, bf16") == 1
     assert page.count("##") == 1
     assert (
@@ -189,13 +189,11 @@ def test_the_page_says_of_vllm_that_it_ran_without_flashinfer(tmp_path, version,
     for run in (report("weft", 2.0), report("vllm", 3.0, flashinfer=version)):
         (tmp_path / f"{run['engine']}.json").write_text(json.dumps(run))
     note = "\nvLLM without FlashInfer, so without fused all-reduces.\n"
-    assert (note in engine_page.page([tmp_path])) == marked
+    assert (note in engine_page.tables([tmp_path])) == marked
 
 
-@pytest.mark.parametrize(
-    "file, page",
-    [("fp8-gemms.md", fp8_page.page)],
-    ids=["fp8 GEMMs"],
-)
-def test_pages_are_what_the_commands_print(file, page):
-    assert (ROOT / "docs" / file).read_text() == page()
+def test_pages_have_the_tables_that_the_commands_write():
+    engines_of = {"engines": engine_page.tables(engine_page.LAB / name for name in engine_page.FOLDERS)}
+    for page, tables in (("fp8-gemms.md", fp8_page.tables()), ("beside-vllm.md", engines_of)):
+        text = (DOCS / page).read_text()
+        assert with_tables(text, tables) == text, page

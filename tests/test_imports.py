@@ -41,6 +41,7 @@ LAYERS = (
     "triton_api",
     "errors",
     "arguments",
+    "callable_package",
 )
 # Beside the cli: they may use everything but it and one another.
 BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace", "predict")

@@ -30,11 +30,10 @@ def page(report: Report) -> str:
 
 def _section(number: int, entry: Found, script: str) -> str:
     finding = entry.finding
-    at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
     sides = "".join(f"<pre>{escape(chr(10).join(side_lines(side)))}</pre>" for side in finding.sides)
     detail = f"<pre>{escape(chr(10).join(finding.detail))}</pre>" if finding.detail else ""
     return (
-        f"<h2>{number}. {escape(finding.kind + at)}</h2><p>{escape(finding.message)}</p>\n"
+        f"<h2>{number}. {escape(finding.head)}</h2><p>{escape(finding.message)}</p>\n"
         f'<p class="what">{escape(EXPLANATIONS[finding.kind].what)}</p>\n{drawing(finding)}\n{sides}{detail}'
         f"<p><b>Remedy:</b> {escape(finding.remedy)}</p>\n<p>Seen {entry.count} time(s) in {entry.schedules} schedule(s). "
         f"Replay:</p><pre>{escape(entry.replay.command(script))}</pre>"

@@ -145,24 +145,17 @@ class Report:
 def paragraph(number: int, entry: Found, script: str) -> str:
     """Finding as text for a kernel's author."""
     finding = entry.finding
-    lines = [f"{number}. {_head(finding)}", f"   {finding.message}"]
+    lines = [f"{number}. {finding.head}", f"   {finding.message}"]
     lines += [f"   {line}" for side in finding.sides for line in side_lines(side)]
     lines += [f"   {line}" for line in finding.detail if line != finding.message]
     lines.append(f"   remedy: {finding.remedy}")
     for other in entry.also:
         places = ", ".join(dict.fromkeys(str(side.place) for side in other.sides if side.place is not None))
         what = f" ({places})" if places and other.kind != "divergence" else f": {other.message}"
-        lines.append(f"   also seen: {_head(other)}{what}")
+        lines.append(f"   also seen: {other.head}{what}")
     times = f"{entry.count} time(s) in {entry.schedules} schedule(s)"
     lines.append(f"   seen {times}; replay: {entry.replay.command(script)}")
     return "\n".join(lines)
-
-
-def _head(finding: Finding) -> str:
-    if not finding.tensor:
-        return finding.kind
-    span = f"{finding.first}" if finding.first == finding.last else f"{finding.first}..{finding.last}"
-    return f"{finding.kind}  {finding.tensor}[{span}] of rank {finding.rank}"
 
 
 def side_lines(side: Side) -> list[str]:

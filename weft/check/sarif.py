@@ -34,8 +34,7 @@ def sarif(report: Report) -> str:
 
 def _result(entry: Found, script: str) -> dict[str, Any]:
     finding = entry.finding
-    at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
-    text = f"{finding.kind}{at}: {finding.message}. Remedy: {finding.remedy}. Replay: {entry.replay.command(script)}"
+    text = f"{finding.head}: {finding.message}. Remedy: {finding.remedy}. Replay: {entry.replay.command(script)}"
     placed = [side for side in finding.sides if side.place is not None]
     result: dict[str, Any] = {
         "ruleId": finding.kind, "level": "error", "message": {"text": text},

@@ -55,9 +55,6 @@ class Costs:
     rail: int = 5000
 
 
-COSTS = Costs()
-
-
 class Earliest:
     """Strategy of a run in virtual time: the task with the earliest clock."""
 
@@ -90,8 +87,8 @@ class _Copy:
 class VirtualTime(Observer):
     """Observer that keeps the clocks and collects the events."""
 
-    def __init__(self, machine: Machine, strategy_before: Strategy, costs: Costs = COSTS) -> None:
-        self._machine, self._costs, self.strategy_before = machine, costs, strategy_before
+    def __init__(self, machine: Machine, strategy_before: Strategy) -> None:
+        self._machine, self._costs, self.strategy_before = machine, Costs(), strategy_before
         ranks = range(machine.world_size)
         self._clocks: dict[Task, int] = {}
         self._hosts, self._mains = [0 for _ in ranks], [0 for _ in ranks]

@@ -160,6 +160,14 @@ class Finding:
         return self.sides[-1].through if self.sides else ""
 
     @property
+    def head(self) -> str:
+        """Kind, and elements of the tensor, if one is concerned."""
+        if not self.tensor:
+            return self.kind
+        span = f"{self.first}" if self.first == self.last else f"{self.first}..{self.last}"
+        return f"{self.kind}  {self.tensor}[{span}] of rank {self.rank}"
+
+    @property
     def lines(self) -> tuple[int | None, ...]:
         return tuple(side.line for side in self.sides)
 

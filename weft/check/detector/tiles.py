@@ -21,6 +21,9 @@ class _Body:
     chunks: set[tuple[int, int]] = field(default_factory=set)
 
 
+_NONE = _Body()
+
+
 class Tiles:
     """Tiles of a run. Each rank's n-th kernel with a map is the same call."""
 
@@ -97,8 +100,8 @@ class Tiles:
 
     def loads(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> bool:
         """True, and a finding, if a body loads gathered rows for which the program has not waited."""
-        body = self._bodies.get(thread)
-        tile = body.tile if body is not None else None
+        body = self._bodies.get(thread, _NONE)
+        tile = body.tile
         if tile is None or not tile.gathered:
             return False
         extent = self._races.memory.find(tile.gathered)
@@ -120,8 +123,7 @@ class Tiles:
 
     def left_rows(self, thread: ThreadClock, tensor: str, rank: int) -> str:
         """Message for a body's access outside of ``tensor``, from which it loads rows; or ""."""
-        body = self._bodies.get(thread)
-        tile = body.tile if body is not None else None
+        tile = self._bodies.get(thread, _NONE).tile
         for address in (tile.own, tile.gathered) if tile is not None else ():
             extent = self._races.memory.find(address) if address else None
             if extent is not None and (extent.name, extent.rank) == (tensor, rank):
@@ -132,8 +134,7 @@ class Tiles:
 
     def stores(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int) -> bool:
         """True, and a finding, if a body stores to the result outside its tile."""
-        body = self._bodies.get(thread)
-        tile = body.tile if body is not None else None
+        tile = self._bodies.get(thread, _NONE).tile
         if tile is None or not tile.out:
             return False
         extent = self._races.memory.find(tile.out)

@@ -14,13 +14,10 @@ from weft.check.gpu.runs import Program, Run, device_name, run, slowdown
 from weft.check.report import ON_GPUS, Found, Report, Schedule
 from weft.errors import Unsupported
 
-DEFAULT_SECONDS = 120.0
 Runs = Callable[[Program, int], tuple[Run, Run | None]]
 
 
-def check_on_gpus(
-    program: Program, world_sizes: Sequence[int], simulated: Report, *, seconds: float = DEFAULT_SECONDS
-) -> Report:
+def check_on_gpus(program: Program, world_sizes: Sequence[int], simulated: Report, *, seconds: float) -> Report:
     """The simulator's report, joined with what GSan has shown on these GPUs.
 
     seconds  of a run, after which its ranks are killed

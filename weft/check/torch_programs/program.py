@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from weft.check.script import import_file
 
 if TYPE_CHECKING:
     from weft.check.torch_programs.ranks import Ranks
@@ -42,18 +41,10 @@ class TorchProgram:
         rank, size = team.rank, team.size
         with OnGpu(self._ranks, rank):
             if self._function is None:
-                self._load("__main__")
+                import_file("__main__", self._script)
                 return None
-            function = getattr(self._load("weft_torch_program"), self._function, None)
+            function = getattr(import_file("weft_torch_program", self._script), self._function, None)
             if not callable(function):
                 raise ValueError(f"{self._script} defines no function {self._function}")
             count = len(inspect.signature(function).parameters)
             return function(*(rank, size)[:count])
-
-    def _load(self, name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, self._script)
-        assert spec is not None and spec.loader is not None, self._script
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module

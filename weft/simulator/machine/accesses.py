@@ -79,8 +79,12 @@ class Accesses:
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
 
-    def step(self, places: Places, write: bool, releases: bool = False, late: bool = False) -> None:
-        """Let other tasks run before this access. ``late``: the access only enters the store buffer."""
+    def step(self, places: Places, what: str, write: bool, releases: bool = False, late: bool = False) -> None:
+        """Let other tasks run before this access, then deliver the stores that it must find.
+
+        what  kind of its event, "" without one
+        late  the access only enters the store buffer
+        """
         if self.scheduler.strategy.explores:
             task, is_active = self.scheduler.current, not places.is_empty
             low, high = (places.low, places.high) if is_active else (0, 0)
@@ -88,6 +92,10 @@ class Accesses:
             task.next = own + self.stores.footprint(low, high, releases)
             task.next_line = self.interpreter.kernel_line()
         self.scheduler.step()
+        if what and self._on_event is not None:
+            self.note(what, "nothing" if places.is_empty else self.memory.describe(places.first))
+        if what or not places.is_empty:
+            self.stores.before_access(places)
 
     def plain(self, places: Places, verb: str) -> Places:
         """Places of the running kernel's pointers. InvalidAccess where a pointer has left its tensor."""
@@ -96,10 +104,7 @@ class Accesses:
     def load(self, places: Places, access: str) -> np.ndarray:
         places = self.plain(places, "load")
         key = self.before_read(places)
-        self.step(places, False)
-        if self._on_event is not None:
-            self.note("load", self._first(places))
-        self.stores.before_access(places)
+        self.step(places, "load", False)
         bits = self.memory.read(places, self.who)
         self.after_read(key, Read(f"{access} load", places, bits))
         self.observer.load(places, access, bits)
@@ -107,11 +112,8 @@ class Accesses:
 
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
         places = self.plain(places, "store")
-        self.step(places, True, late=self.stores.is_late)
+        self.step(places, "store", True, late=self.stores.is_late)
         self.note_write()
-        if self._on_event is not None:
-            self.note("store", self._first(places))
-        self.stores.before_access(places)
         places.targets = self.memory.check(places, self.who)
         self.stores.take(places, bits, access, self.observer.store(places, access, bits))
 
@@ -215,12 +217,9 @@ class Accesses:
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """Release store by one thread at system scope."""
         at = self.plain(one_place(address, (1,), itemsize), "store")
-        self.step(at, True, late=self.stores.is_late)
+        self.step(at, "store", True, late=self.stores.is_late)
         self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
-        if self._on_event is not None:
-            self.note("store", self._first(at))
-        self.stores.before_access(at)
         self.memory.check(at, self.who)
         self.stores.take_release(at, value, self.observer.notified(at.low, int(value[0]), itemsize))
 
@@ -241,8 +240,7 @@ class Accesses:
         source = self.plain(Scattered(sources, None, source_itemsize), "load")
         target = self.plain(Scattered(targets, None, itemsize), "store")
         for places in (source, target):
-            self.step(places, False, late=True)
-            self.stores.before_access(places)
+            self.step(places, "", False, late=True)
         bits = self.memory.read(source, self.who)
         self.memory.check(target, self.who)
         landed = self.observer.copies(target.addresses, itemsize, source.addresses, source_itemsize, bits, what)
@@ -307,7 +305,7 @@ class Accesses:
         """Fence in every thread of the running program. One of scope "gpu" orders nothing for peers."""
         if scope == "sys":
             self.complete_copies("put")
-        self.step(Scattered(np.zeros(0, np.uint64), None, 1), True)
+        self.step(Scattered(np.zeros(0, np.uint64), None, 1), "", True)
         self.observer.fence(scope)
         if scope == "sys":
             self.stores.fence()
@@ -359,7 +357,7 @@ class Accesses:
         combine: Combine,
         sem: str,
         scope: str,
-        access: str = "plain",
+        access: str,
     ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         dtype = values.dtype
@@ -369,12 +367,9 @@ class Accesses:
         self._check_remote(op, places)
         only_reads = op == "add" and not np.asarray(values).any()
         key = self.before_read(places)
-        self.step(places, not only_reads, releases="rel" in sem)
+        self.step(places, op, not only_reads, releases="rel" in sem)
         unsigned = UNSIGNED[dtype.itemsize]
         values = np.broadcast_to(values, places.shape)
-        if self._on_event is not None:
-            self.note(op, self._first(places))
-        self.stores.before_access(places)
         active = places.active.ravel()
         self.stores.before_atomic(active, sem, scope)
         old = np.zeros(active.size, unsigned)
@@ -400,9 +395,6 @@ class Accesses:
         else:
             self.observer.atomic(op, active, old, new, sem, scope, access == "threads")
         return before
-
-    def _first(self, places: Places) -> str:
-        return "nothing" if places.is_empty else self.memory.describe(places.first)
 
 
 _COMBINE: dict[str, Combine] = {

@@ -83,7 +83,7 @@ class StoreBuffers(Stores):
     is_late = True
 
     def __init__(
-        self, scheduler: Scheduler, memory: Memory, line: Callable[[], CodeLine | None], seed: int, tasks: bool = False
+        self, scheduler: Scheduler, memory: Memory, line: Callable[[], CodeLine | None], seed: int, tasks: bool
     ) -> None:
         super().__init__(scheduler, memory)
         self._code_line, self._random, self._tasks = line, random.Random(seed), tasks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -127,7 +127,7 @@ class ThreadTask(Task):
         rank: int,
         label: str,
         body: Callable[[], object],
-        turn: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+        turn: Callable[[int], AbstractContextManager[object]],
     ) -> None:
         """``turn(rank)``: scope in which the code runs between two pauses."""
         super().__init__(rank, label, body)

@@ -86,9 +86,10 @@ class SequentialPort:
     def diverge(self, taken):
         return False
 
-    def atomic(self, op, addresses, bits, mask, dtype, sem, scope, access="plain"):
-        assert addresses.shape == mask.shape == bits.shape and bits.dtype.kind == "u"
-        self.calls.append(("atomic", op, sem, scope))
+    def atomic(self, op, addresses, values, mask, order):
+        assert addresses.shape == mask.shape == values.shape
+        self.calls.append(("atomic", op, order.sem, order.scope))
+        dtype, bits = values.dtype, np.ascontiguousarray(values).view(f"uint{8 * values.itemsize}")
         old = np.zeros_like(bits)
         for i in np.ndindex(addresses.shape):
             if mask[i]:
@@ -98,8 +99,8 @@ class SequentialPort:
                 memory[at] = np.array([OPS[op](a, b)], dtype).view(bits.dtype)
         return old
 
-    def cas(self, addresses, compare, bits, sem, scope, access="plain"):
-        self.calls.append(("cas", sem, scope))
+    def cas(self, addresses, compare, bits, order):
+        self.calls.append(("cas", order.sem, order.scope))
         old = np.zeros_like(bits)
         for i in np.ndindex(addresses.shape):
             memory, at = self._view(addresses[i][None], bits.dtype.itemsize)

@@ -12,7 +12,7 @@ import torch
 from weft.simulator.interpreter import CodeLine
 from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.stores import Landed
-from weft.simulator.places import Places
+from weft.simulator.places import Order, Places
 
 
 def _nothing() -> None: ...
@@ -89,27 +89,13 @@ class Observer:
     def notified(self, address: int, bits: int, itemsize: int) -> Landed:
         """Release store of one thread at system scope that the program begins. Returns as ``store``."""
 
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        old: np.ndarray,
-        new: np.ndarray,
-        sem: str,
-        scope: str,
-        alone: bool = False,
-    ) -> None:
-        """Atomic that has taken effect on these elements (one-dimensional arrays).
-
-        ``alone``: by single threads of inline assembly, without a CTA barrier that gives all threads what they acquire.
-        """
+    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, order: Order) -> None:
+        """Atomic that has taken effect on these elements (one-dimensional arrays)."""
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
         """Reduction of a descriptor that has taken effect on these elements (one-dimensional arrays)."""
 
-    def copies(
-        self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray, what: str
-    ) -> Landed:
+    def copies(self, target: Places, source: Places, bits: np.ndarray, what: str) -> Landed:
         """Copy that the program begins: "put", "get" or "put_signal". Returns as ``store``."""
 
     def completed(self) -> None:

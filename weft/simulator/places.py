@@ -7,12 +7,34 @@ are made only when an observer or a search asks.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # of element sizes, to divide by them
 _ALL = 2**64 - 1
 UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in _SHIFTS}
+
+
+class Order(NamedTuple):
+    """Order of an atomic access.
+
+    sem    "relaxed", "acquire", "release" or "acq_rel"
+    scope  "cta", "gpu" or "sys"
+    by     "all" threads of a program; "threads": separate ones, which keep what they acquire; "tma": a descriptor's reduction
+    """
+
+    sem: str
+    scope: str
+    by: str = "all"
+
+    @property
+    def acquires(self) -> bool:
+        return self.sem in ("acquire", "acq_rel")
+
+    @property
+    def releases(self) -> bool:
+        return self.sem in ("release", "acq_rel")
 
 
 @cache

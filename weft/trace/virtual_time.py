@@ -21,7 +21,7 @@ from weft.simulator.machine.pointers import ADDRESS
 from weft.simulator.machine.strategy import Strategy
 from weft.simulator.machine.tasks import Task, ThreadTask
 from weft.simulator.observer import Observer
-from weft.simulator.places import Places
+from weft.simulator.places import Order, Places
 from weft.trace.timeline import Event, Signal
 
 
@@ -142,20 +142,11 @@ class VirtualTime(Observer):
     def notified(self, address: int, bits: int, itemsize: int) -> None:
         self._notify(address, bits, itemsize)
 
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        old: np.ndarray,
-        new: np.ndarray,
-        sem: str,
-        scope: str,
-        alone: bool = False,
-    ) -> None:
-        if "acq" in sem:
+    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, order: Order) -> None:
+        if order.acquires:
             self._catch_up(addresses)
         if not np.array_equal(old, new):
-            if scope == "sys" and "rel" in sem and addresses.size == 1:
+            if order.scope == "sys" and order.releases and addresses.size == 1:
                 self._notify(int(addresses[0]), int(new[0]), new.dtype.itemsize)
             else:
                 # Others may follow at once; this program waits for its result.
@@ -168,10 +159,8 @@ class VirtualTime(Observer):
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
         self._spend(self._of_bytes(np.ones(new.shape, bool), new.dtype.itemsize))
 
-    def copies(
-        self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray, what: str
-    ) -> None:
-        self._spend(self._of_bytes(np.ones(targets.shape, bool), itemsize))
+    def copies(self, target: Places, source: Places, bits: np.ndarray, what: str) -> None:
+        self._spend(self._of_bytes(target.mask, target.itemsize))
 
     def computed(self, operations: int) -> None:
         self._spend(-(-operations // self._costs.flops_per_ns))

@@ -42,7 +42,7 @@ from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled
 from weft.simulator.machine.stores import Landed
 from weft.simulator.observer import MappedTile, TileMark
-from weft.simulator.places import Places, Scattered
+from weft.simulator.places import Order, Places, Scattered
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
 # Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for
@@ -294,42 +294,26 @@ class Detector(HappensBefore):
         thread.step()
         return []
 
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        old: np.ndarray,
-        new: np.ndarray,
-        sem: str,
-        scope: str,
-        alone: bool = False,
-    ) -> None:
-        thread = self.thread()
+    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, order: Order) -> None:
+        thread, alone = self.thread(), order.by == "threads"
         if addresses.size == 0:
             return
         with self._by_threads(thread) if alone else nullcontext():
-            self._atomic(thread, op, addresses, old, new, sem, scope)
-        if sem in ("acquire", "acq_rel"):
+            self._atomic(thread, op, addresses, old, new, order)
+        if order.acquires:
             self._spread(thread, int(addresses[0])) if alone else thread.barrier()
 
     def _atomic(
-        self,
-        thread: ThreadClock,
-        op: str,
-        addresses: np.ndarray,
-        old: np.ndarray,
-        new: np.ndarray,
-        sem: str,
-        scope: str,
+        self, thread: ThreadClock, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, order: Order
     ) -> None:
         itemsize = old.dtype.itemsize
         changes = op == "xchg" or bool((old != new).any())
-        access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
+        access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({order.sem}, {order.scope})", order.scope)
         self._check_translated(thread, access, addresses)
-        if addresses.size <= _FEW or sem != "relaxed":
+        if addresses.size <= _FEW or order.sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
                 signal = self.signals.at(address, itemsize)
-                self._on_signal(op, access, signal, int(old[i]), int(new[i]), sem, changes)
+                self._on_signal(op, access, signal, int(old[i]), int(new[i]), order, changes)
         if changes:
             self.arrivals.note(op, access, old)
             self.races.write(thread, access, addresses, itemsize)
@@ -361,26 +345,26 @@ class Detector(HappensBefore):
             self.signals.unordered(thread, signal, None, keeps=True)()
         self.races.write(thread, access, addresses, new.dtype.itemsize)
 
-    def copies(
-        self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray, what: str
-    ) -> Landed:
-        thread = self.thread()
+    def copies(self, target: Places, source: Places, bits: np.ndarray, what: str) -> Landed:
+        thread, targets, sources = self.thread(), target.addresses, source.addresses
         reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
         writes = self.races.access(thread, _COPIED[what], f"store of {what}_nbi")
-        self.races.read(thread, reads, sources, source_itemsize, bits)
-        self.races.write(thread, writes, targets, itemsize)
+        self.races.read(thread, reads, sources, source.itemsize, bits)
+        self.races.write(thread, writes, targets, target.itemsize)
         for access, addresses in ((reads, sources), (writes, targets)):
             self._check_translated(thread, access, addresses)
-        signals = self.signals.within(int(targets.min()), int(targets.max()) + itemsize)
+        signals = self.signals.within(target.low, target.high)
         landed = [self.signals.unordered(thread, signal, None, keeps=False) for signal in signals]
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
         self.thread().complete()
 
-    def _on_signal(self, op: str, access: Access, signal: Signal, old: int, new: int, sem: str, changes: bool) -> None:
+    def _on_signal(
+        self, op: str, access: Access, signal: Signal, old: int, new: int, order: Order, changes: bool
+    ) -> None:
         thread, scope = access.thread, access.scope
-        if sem in ("acquire", "acq_rel"):
+        if order.acquires:
             self.signals.acquire(thread, signal, scope, "acquired")
         else:
             self.signals.relaxed(thread, signal, scope)
@@ -388,7 +372,7 @@ class Detector(HappensBefore):
         self._polled(signal, access, old, changes=changes)
         if changes:
             (self.signals.added if op == "add" else self.signals.wrote)(signal, access, old, new)
-            if sem in ("release", "acq_rel"):
+            if order.releases:
                 self.signals.release(thread, signal, scope, "released", keeps=True)()
             else:
                 self.signals.unordered(thread, signal, scope, keeps=True)()

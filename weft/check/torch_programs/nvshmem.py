@@ -16,7 +16,7 @@ import numpy as np
 from weft.errors import NotAPeer, WeftError
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.pointers import ADDRESS
-from weft.simulator.places import Scattered
+from weft.simulator.places import Order, Scattered
 
 if TYPE_CHECKING:
     from weft.check.torch_programs.ranks import Ranks
@@ -113,7 +113,7 @@ class Nvshmem:
             itemsize = _width(target, source, nbytes)
             to, of = (self._places(address, nbytes, itemsize) for address in (target, source))
             if later:
-                machine.copy_later(to.addresses, itemsize, of.addresses, itemsize, lambda bits: bits, later)
+                machine.copy_later(to, of, lambda bits: bits, later)
             else:
                 machine.store(to, machine.load(of, "plain"), "plain")
         machine.barrier()
@@ -131,7 +131,7 @@ class Nvshmem:
         address = np.array([self._at(at, pe)], np.uint64)
         bits = np.array([value & (2**64 - 1)], np.uint64)
         name = "xchg" if operation in _SETS else "add"
-        self._machine.atomic(name, address, bits, np.ones(1, bool), np.dtype(np.uint64), sem, "sys")
+        self._machine.atomic(name, address, bits, np.ones(1, bool), Order(sem, "sys"))
         return 0
 
     def _wait(self, at: int, cmp: int, value: int, itemsize: int) -> int:

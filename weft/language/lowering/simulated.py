@@ -159,7 +159,8 @@ def _copy_later(
 
     machine.barrier()  # as in ``_copy``
     if steps.size:
-        machine.copy_later(targets, there.itemsize, sources, here.itemsize, convert, interp.value_of(WHAT))
+        places = Scattered(targets, None, there.itemsize), Scattered(sources, None, here.itemsize)
+        machine.copy_later(*places, convert, interp.value_of(WHAT))
     machine.barrier()
 
 

@@ -14,7 +14,7 @@ from weft.simulator.interpreter import libdevice
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, not_interpretable, numpy_dtype, plain
-from weft.simulator.places import Places, Scattered, everywhere
+from weft.simulator.places import Order, Places, Scattered, everywhere
 from weft.triton_api import InterpreterBuilder, InterpreterOptions, ir
 
 _SEMANTICS = {
@@ -37,6 +37,10 @@ _SPECIAL_REGISTER = re.compile(r"llvm\.nvvm\.read\.ptx\.sreg\.((?:tid|ntid|ctaid
 
 def _array(x: np.ndarray | Handle) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.data
+
+
+def _order(sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE) -> Order:
+    return Order(_SEMANTICS[sem], _SCOPES[scope])
 
 
 def _unary(op: Callable) -> Callable:
@@ -134,14 +138,12 @@ class Builder(InterpreterBuilder):
     def create_atomic_rmw(
         self, op: ir.ATOMIC_OP, ptr: Handle, value: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> Handle:
-        return self.atomic(_ATOMICS[op], ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
+        return self.atomic(_ATOMICS[op], ptr, value.data, mask, _order(sem, scope))
 
-    def atomic(
-        self, op: str, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, element: tl.dtype, sem: str, scope: str
-    ) -> Handle:
-        bits = np.broadcast_to(values.view(numerics.BITS[values.dtype.itemsize]), ptr.shape)
-        old = self.port.atomic(op, ptr, bits, np.broadcast_to(mask, ptr.shape), values.dtype, sem, scope)
-        return Handle(old.view(values.dtype), element)
+    def atomic(self, op: str, ptr: Handle, values: np.ndarray, mask: Handle, order: Order) -> Handle:
+        shape, element = ptr.data.shape, ptr.dtype.scalar.element_ty
+        values, active = np.broadcast_to(values, shape), np.broadcast_to(mask.data, shape)
+        return Handle(self.port.atomic(op, ptr.data, values, active, order).view(values.dtype), element)
 
     def create_atomic_cas(
         self, ptr: Handle, compare: Handle, value: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
@@ -152,20 +154,18 @@ class Builder(InterpreterBuilder):
         wanted, new = (
             np.broadcast_to(numerics.convert(x.data, dtype).view(bits), ptr.data.shape) for x in (compare, value)
         )
-        old = self.port.cas(ptr.data, wanted, new, _SEMANTICS[sem], _SCOPES[scope])
-        return Handle(old.view(dtype), element)
+        return Handle(self.port.cas(ptr.data, wanted, new, _order(sem, scope)).view(dtype), element)
 
     def create_atomic_load(self, ptr: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE) -> Handle:
-        element = ptr.dtype.scalar.element_ty
-        dtype = numpy_dtype(element)
+        dtype = numpy_dtype(ptr.dtype.scalar.element_ty)
         nothing = np.zeros(ptr.data.shape, numerics.BITS[dtype.itemsize])
-        old = self.atomic("or", ptr.data, nothing, mask.data, element, _SEMANTICS[sem], _SCOPES[scope])
-        return Handle(old.data.view(dtype), element)
+        old = self.atomic("or", ptr, nothing, mask, _order(sem, scope))
+        return Handle(old.data.view(dtype), old.dtype)
 
     def create_atomic_store(
         self, ptr: Handle, value: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> None:
-        self.atomic("xchg", ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
+        self.atomic("xchg", ptr, value.data, mask, _order(sem, scope))
 
     def create_atomic_poll(
         self, ptr: Handle, expected: Handle, timeout_ns: object, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
@@ -210,8 +210,8 @@ class Builder(InterpreterBuilder):
             op = "fadd"
         elif op in ("min", "max") and dtype.kind == "u":
             op = "u" + op
-        bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), places.shape)
-        self.port.atomic(op, places.addresses, bits, places.mask, dtype, "relaxed", "gpu", "tma")
+        values = np.broadcast_to(value.data, places.shape)
+        self.port.atomic(op, places.addresses, values, places.mask, Order("relaxed", "gpu", "tma"))
 
     def create_descriptor_gather(self, descriptor: Descriptor, rows: Handle, column: Handle, _: object) -> Handle:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]

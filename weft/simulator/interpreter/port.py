@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from weft.simulator.places import Places
+from weft.simulator.places import Order, Places
 from weft.simulator.ptx.threads import Position
 from weft.triton_api import JITFunction
 
@@ -39,26 +39,13 @@ class Port(Protocol):
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
         """Store raw bits. ``access`` is "plain", "tma" or "relaxed" (at system scope)."""
 
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        bits: np.ndarray,
-        mask: np.ndarray,
-        dtype: np.dtype,
-        sem: str,
-        scope: str,
-        access: str = "plain",
-    ) -> np.ndarray:
-        """Old raw bits of an atomic computed in ``dtype``.
+    def atomic(self, op: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, order: Order) -> np.ndarray:
+        """Old raw bits of an atomic computed in the dtype of ``values``.
 
-        op      add, fadd, xchg, min, max, umin, umax, and, or, xor
-        access  "tma" for a descriptor's reduction, "threads" by separate threads, which keep what they acquire
+        op  add, fadd, xchg, min, max, umin, umax, and, or, xor
         """
 
-    def cas(
-        self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str, access: str = "plain"
-    ) -> np.ndarray: ...
+    def cas(self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, order: Order) -> np.ndarray: ...
 
     def barrier(self) -> None: ...
 

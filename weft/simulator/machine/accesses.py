@@ -23,7 +23,7 @@ from weft.simulator.machine.stores import Stores
 from weft.simulator.machine.strategy import Uniform
 from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
 from weft.simulator.observer import Observer
-from weft.simulator.places import UNSIGNED, Places, Scattered, one_place
+from weft.simulator.places import UNSIGNED, Order, Places, Scattered, one_place
 from weft.simulator.ptx.threads import Position
 
 # New element of memory from (old element, operand).
@@ -117,35 +117,17 @@ class Accesses:
         places.targets = self.memory.check(places, self.who)
         self.stores.take(places, bits, access, self.observer.store(places, access, bits))
 
-    def atomic(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        bits: np.ndarray,
-        mask: np.ndarray,
-        dtype: np.dtype,
-        sem: str,
-        scope: str,
-        access: str = "plain",
-    ) -> np.ndarray:
-        return self._read_modify_write(op, addresses, bits.view(dtype), mask, _COMBINE[op], sem, scope, access)
+    def atomic(self, op: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, order: Order) -> np.ndarray:
+        return self._read_modify_write(op, addresses, values, mask, _COMBINE[op], order)
 
-    def cas(
-        self,
-        addresses: np.ndarray,
-        compare_bits: np.ndarray,
-        bits: np.ndarray,
-        sem: str,
-        scope: str,
-        access: str = "plain",
-    ) -> np.ndarray:
+    def cas(self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, order: Order) -> np.ndarray:
         expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
         mask = np.ones(addresses.shape, bool)
 
         def combine(old: np.generic, new: np.generic) -> np.generic:
             return new if old == next(expected) else old
 
-        return self._read_modify_write("cas", addresses, bits, mask, combine, sem, scope, access)
+        return self._read_modify_write("cas", addresses, bits, mask, combine, order)
 
     # --- polling programs --------------------------------------------------------------------------------------------
 
@@ -224,26 +206,18 @@ class Accesses:
         self.stores.take_release(at, value, self.observer.notified(at.low, int(value[0]), itemsize))
 
     def copy_later(
-        self,
-        targets: np.ndarray,
-        itemsize: int,
-        sources: np.ndarray,
-        source_itemsize: int,
-        convert: Callable[[np.ndarray], np.ndarray],
-        what: str,
+        self, target: Places, source: Places, convert: Callable[[np.ndarray], np.ndarray], what: str
     ) -> None:
         """Begin a copy of the running program that may take place any time up to ``complete_copies``.
 
         what  "put", "get", or "put_signal" (a put delivered before the program's next signal)
         """
-        task = self.scheduler.current
-        source = self.plain(Scattered(sources, None, source_itemsize), "load")
-        target = self.plain(Scattered(targets, None, itemsize), "store")
+        task, source, target = self.scheduler.current, self.plain(source, "load"), self.plain(target, "store")
         for places in (source, target):
             self.step(places, "", False, late=True)
         bits = self.memory.read(source, self.who)
         self.memory.check(target, self.who)
-        landed = self.observer.copies(target.addresses, itemsize, source.addresses, source_itemsize, bits, what)
+        landed = self.observer.copies(target, source, bits, what)
 
         def move() -> None:
             self.scheduler.current.next = ((target.low, target.high, True), (source.low, source.high, False))
@@ -349,15 +323,7 @@ class Accesses:
                 )
 
     def _read_modify_write(
-        self,
-        op: str,
-        addresses: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray,
-        combine: Combine,
-        sem: str,
-        scope: str,
-        access: str,
+        self, op: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, combine: Combine, order: Order
     ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         dtype = values.dtype
@@ -367,11 +333,11 @@ class Accesses:
         self._check_remote(op, places)
         only_reads = op == "add" and not np.asarray(values).any()
         key = self.before_read(places)
-        self.step(places, op, not only_reads, releases="rel" in sem)
+        self.step(places, op, not only_reads, releases=order.releases)
         unsigned = UNSIGNED[dtype.itemsize]
         values = np.broadcast_to(values, places.shape)
         active = places.active.ravel()
-        self.stores.before_atomic(active, sem, scope)
+        self.stores.before_atomic(active, order)
         old = np.zeros(active.size, unsigned)
         new, changed = old.copy(), []
         operands = values.ravel() if places.is_whole else values[places.mask]
@@ -390,10 +356,10 @@ class Accesses:
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
             self.after_read(key, Read(f"atomic {op}", places, before))
-        if access == "tma":
-            self.observer.reduced(op, active, new, scope)
+        if order.by == "tma":
+            self.observer.reduced(op, active, new, order.scope)
         else:
-            self.observer.atomic(op, active, old, new, sem, scope, access == "threads")
+            self.observer.atomic(op, active, old, new, order)
         return before
 
 

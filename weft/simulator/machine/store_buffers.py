@@ -28,7 +28,7 @@ from weft.simulator.machine.memory import Memory
 from weft.simulator.machine.scheduler import Scheduler
 from weft.simulator.machine.stores import Landed, Stores
 from weft.simulator.machine.tasks import Footprint, GreenletTask, Task
-from weft.simulator.places import Places, Scattered
+from weft.simulator.places import Order, Places, Scattered
 
 # Probability for each access that some buffered store arrives, and for each line that its stores are held back.
 _LEAK = 0.08
@@ -112,13 +112,12 @@ class StoreBuffers(Stores):
     def touch(self, low: int, high: int) -> None:
         self._arrive([late for late in self._mine() if late.overlaps(low, high)])
 
-    def before_atomic(self, addresses: np.ndarray, sem: str, scope: str) -> None:
-        if sem in ("acquire", "acq_rel") and scope != "cta":
+    def before_atomic(self, addresses: np.ndarray, order: Order) -> None:
+        if order.acquires and order.scope != "cta":
             for address in addresses:
                 self.acquired(int(address))
-        releases = sem in ("release", "acq_rel")
-        self._arrive([*self._before(), *(self._covered(scope) if releases else ())])
-        left = self._covered("sys") if releases and scope == "gpu" else []
+        self._arrive([*self._before(), *(self._covered(order.scope) if order.releases else ())])
+        left = self._covered("sys") if order.releases and order.scope == "gpu" else []
         for address in addresses if left else ():
             place = self._task.rank, int(address)
             self._released[place] = [*_under_way(self._released.get(place, ())), *left]

@@ -9,7 +9,7 @@ import numpy as np
 from weft.simulator.machine.memory import Memory
 from weft.simulator.machine.scheduler import Scheduler
 from weft.simulator.machine.tasks import Footprint, Task
-from weft.simulator.places import Places
+from weft.simulator.places import Order, Places
 
 # Called just before a store's bits are in memory.
 Landed = Callable[[], None] | None
@@ -44,7 +44,7 @@ class Stores:
     def touch(self, low: int, high: int) -> None:
         """Deliver the program's stores to bytes ``low .. high - 1``, which it is about to access."""
 
-    def before_atomic(self, addresses: np.ndarray, sem: str, scope: str) -> None:
+    def before_atomic(self, addresses: np.ndarray, order: Order) -> None:
         """Deliver the stores that an atomic, about to take effect at ``addresses``, comes after."""
 
     def acquired(self, address: int) -> None:

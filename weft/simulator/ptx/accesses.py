@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.simulator.places import Scattered
+from weft.simulator.places import Order, Scattered
 from weft.simulator.ptx.registers import PACKED, TYPES, Bits, as_bits, packed, parts_of, raw, reduced, typed
 
 if TYPE_CHECKING:
@@ -72,12 +72,10 @@ def _operation(modifiers: tuple[str, ...]) -> str | None:
     return op
 
 
-def _semantics(modifiers: tuple[str, ...]) -> str:
-    return next((one for one in modifiers if one in _SEMANTICS), "relaxed")
-
-
-def _scope(modifiers: tuple[str, ...], default: str) -> str:
-    return next((_SCOPES[one] for one in modifiers if one in _SCOPES), default)
+def _order(modifiers: tuple[str, ...], scope: str = "gpu") -> Order:
+    """Order of an instruction of single threads. ``scope``: if it names none."""
+    sem = next((one for one in modifiers if one in _SEMANTICS), "relaxed")
+    return Order(sem, next((_SCOPES[one] for one in modifiers if one in _SCOPES), scope), "threads")
 
 
 def _width(modifiers: tuple[str, ...]) -> int:
@@ -117,9 +115,8 @@ class Accesses:
         at = _spread(addresses, width, dtype.itemsize)
         mask = np.broadcast_to(active[:, None], at.shape)
         if "acquire" in modifiers or "relaxed" in modifiers and active.sum() * width <= _SEPARATE:
-            sem, scope = _semantics(modifiers), _scope(modifiers, "gpu")
             zeros = np.zeros(at.shape, f"uint{8 * dtype.itemsize}")
-            bits = self._port.atomic("or", at, zeros, mask, zeros.dtype, sem, scope, "threads")
+            bits = self._port.atomic("or", at, zeros, mask, _order(modifiers))
         else:
             strong = {"volatile", "relaxed", "mmio", "cv"} & set(modifiers)
             places = Scattered(at, None if mask.all() else mask, dtype.itemsize)
@@ -136,8 +133,7 @@ class Accesses:
         mask = np.broadcast_to(active[:, None], at.shape)
         strong = bool({"relaxed", "release", "volatile"} & set(modifiers))
         if strong and ("release" in modifiers or active.sum() * len(values) <= _SEPARATE):
-            scope = _scope(modifiers, "sys" if "volatile" in modifiers else "gpu")
-            self._port.atomic("xchg", at, bits, mask, bits.dtype, _semantics(modifiers), scope, "threads")
+            self._port.atomic("xchg", at, bits, mask, _order(modifiers, "sys" if "volatile" in modifiers else "gpu"))
         else:
             places = Scattered(at, None if mask.all() else mask, dtype.itemsize)
             self._port.store(places, bits, "relaxed" if strong else "plain")
@@ -153,21 +149,17 @@ class Accesses:
         op = _operation(modifiers)
         if op is None or len(operands) != 1 + (op == "cas"):
             return None
-        dtype = TYPES[kind]
-        sem, scope = _semantics(modifiers), _scope(modifiers, "gpu")
+        order = _order(modifiers)
         old = np.zeros(addresses.shape, np.uint64)
         chosen = np.flatnonzero(active)
         steps = [chosen[i : i + 1] for i in range(chosen.size)] if chosen.size <= _SEPARATE else [chosen]
         for threads in steps:
             at, values = addresses[threads], [typed(operand[threads], kind) for operand in operands]
             if op == "cas":
-                unsigned = f"uint{8 * dtype.itemsize}"
-                compare, new = (value.view(unsigned) for value in values)
-                seen = self._port.cas(at, compare, new, sem, scope, "threads")
+                compare, new = (value.view(f"uint{8 * value.itemsize}") for value in values)
+                old[threads] = self._port.cas(at, compare, new, order)
             else:
-                unsigned = values[0].view(f"uint{8 * dtype.itemsize}")
-                seen = self._port.atomic(op, at, unsigned, np.ones(at.shape, bool), dtype, sem, scope, "threads")
-            old[threads] = seen
+                old[threads] = self._port.atomic(op, at, values[0], np.ones(at.shape, bool), order)
         return old
 
     def _atomic_of_packed(

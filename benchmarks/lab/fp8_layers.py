@@ -24,10 +24,9 @@ from typing import Any
 import torch
 
 import weft
-from benchmarks.lab.layer_launches import REPLAYS, WARM_UP, period_of, row_of, steps_of
+from benchmarks.lab.layer_launches import REPLAYS, WARM_UP, layer_rows, step_of, steps_of
 from benchmarks.measuring import captured, replay_us
-from weft.bench.models.breakdown import Kernel
-from weft.bench.models.sessions import WeftSession, build
+from weft.bench.models.sessions import build
 from weft.bench.models.steps import config_of
 from weft.models.config import DecoderConfig
 from weft.ops.gemm import local_gemm, small_m_rule
@@ -76,15 +75,6 @@ def halved(whole: DecoderConfig) -> DecoderConfig:
     )
 
 
-def of_layer(steps: list[list[Kernel]], layers: int) -> list[dict[str, Any]]:
-    """Rows of one layer's kernels: medians over steps and layers."""
-    names = [kernel.name for kernel in steps[0]]
-    start, length = period_of(names, layers)
-    # The first of the repeated layers follows something else.
-    end = start + length * (layers - 2)
-    return [row_of(steps, range(start + length + place, end, length)) for place in range(length)]
-
-
 def weights_of(model: Any) -> dict[str, int]:
     """Bytes of one layer's parameters, by name."""
     return {name: p.numel() * p.element_size() for name, p in model.layers[1].named_parameters()}
@@ -105,15 +95,7 @@ def change(changes: dict[str, dict[str, int]] | None, config: DecoderConfig, wor
 
 def measured(model: Any, batch: int, context: int, profiled: bool) -> dict[str, Any]:
     """A step's time, and its kernels by the profiler."""
-    session = WeftSession(model, batch, context)
-    session.fill_at_random()
-    device = model.team.device
-    tokens = torch.randint(model.config.vocab_size, (batch,), device=device)
-    positions = torch.full((batch,), context - 1, device=device)
-
-    def step() -> torch.Tensor:
-        return session.choose(session.decode(tokens, positions))
-
+    step = step_of(model, batch, context)
     step()
     torch.cuda.synchronize()
     graph = captured([step])
@@ -125,7 +107,7 @@ def measured(model: Any, batch: int, context: int, profiled: bool) -> dict[str, 
             graph.replay()
             torch.cuda.synchronize()
     steps = steps_of(profiler)
-    rows = of_layer(steps, model.config.num_hidden_layers)
+    rows = layer_rows(steps, model.config.num_hidden_layers)
     return {
         **step_us,
         "profiled_us": round(statistics.median(step[-1].end - step[0].start for step in steps), 1),

@@ -16,7 +16,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,16 @@ def row_of(steps: Sequence[Sequence[Kernel]], places: range) -> dict[str, Any]:
     }
 
 
+def step_of(model: Any, batch: int, context: int) -> Callable[[], torch.Tensor]:
+    """A decode step over a random cache."""
+    session, device = WeftSession(model, batch, context), model.team.device
+    session.fill_at_random()
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.config.vocab_size, (batch,), generator=draw).to(device)
+    positions = torch.full((batch,), context - 1, device=device)
+    return lambda: session.choose(session.decode(tokens, positions))
+
+
 def measured(team: Any, name: str, batch: int, context: int, layers: int, folder: Path | None) -> dict[str, Any]:
     """A step of a model with few layers: its time, and the kernels of a layer of rank 0."""
     model_name, quantization, experts = MODELS[name]
@@ -161,14 +171,7 @@ def measured(team: Any, name: str, batch: int, context: int, layers: int, folder
         experts = None
     config = config_of(model_name, layers).quantized(quantization)
     model = build(config, team, "auto", torch.bfloat16, experts)
-    session = WeftSession(model, batch, context)
-    session.fill_at_random()
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocab_size, (batch,), generator=draw).to(team.device)
-    positions = torch.full((batch,), context - 1, device=team.device)
-
-    def step() -> torch.Tensor:
-        return session.choose(session.decode(tokens, positions))
+    step = step_of(model, batch, context)
 
     def captured() -> torch.cuda.CUDAGraph:
         step()

@@ -46,65 +46,6 @@ RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "perfor
 GENERATED = (
     "<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->\n"
 )
-HEAD = f"""# Performance
-
-{GENERATED}
-How to read the tables:
-
-- Every answer is checked before it is timed, and once more as it is timed. Rows where weft is slower are printed too.
-- A time is the median of single calls on the slowest rank, in a CUDA graph, each after a barrier of all ranks on the GPU;
-  p10–p90 is the spread of its samples. In brackets: per call of several in a row, for calls of up to 2 ms, in older tables of
-  up to 0.1 ms.
-- *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with either; for layers and models
-  the fastest of eager torch, torch.compile (`+symm`: sums in torch's symmetric memory, GEMMs of up to 128 rows autotuned;
-  `+async_tp`: GEMMs overlapped by torch, for prompts). *Speed-up* is its time over weft's.
-- *of limit* is the least time that the hardware allows, over weft's time: bytes on the wire at 389 GB/s, which a copy engine
-  reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
-  (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
-- NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
-- [Machines](../benchmarks/results/h200-x2-machines/README.md) differ by a few percent, and large GEMMs, near the power limit,
-  by [up to 10 %](performance/h200-x2.md): compare within a row.
-- Each table names a commit whose weft/ is what ran, git's name of weft/ there (`git rev-parse COMMIT:weft`), the date and the
-  machine. Runs of 2026-11-22 came before their commits.
-- Commands that begin with `python benchmarks/run.py` are now `weft bench`.
-"""
-ENGINES = """## Engines
-
-<picture>
-  <source media="(prefers-color-scheme: dark)" srcset="pictures/engines-dark.svg">
-  <img alt="Milliseconds a token of weft and of other engines, on two H200s" src="pictures/engines-light.svg">
-</picture>
-
-All rows, first tokens and further machines: [the engine beside vLLM](engine-times.md#beside-vllm); the servers:
-[serving](serving.md).
-"""
-MISSING = """## Not measured yet
-
-- On four H200s: [experts](performance/h200-x4-moe.md) but for the norm with their sums, `mlp` of a layer and 32 prompts of 128
-  tokens (`sh benchmarks/several_gpus.sh 4 moe`); prompts [in fp8](performance/h200-x4-fp8.md);
-  [attention over ranks](performance/h200-x4-long.md) but for decode attention (`sh benchmarks/several_gpus.sh 4 long`). Layers
-  of Qwen3-32B and `generate` have not been measured there since 2026-11-22.
-- On two H200s not since 2026-11-22: [designs](../benchmarks/results/h200-x2-designs/README.md) and
-  [other shapes](../benchmarks/results/h200-x2-other-shapes/README.md). [Eager calls](performance/h200-x2-eager.md) not since
-  all-reduce, all-gather, reduce-scatter and all-to-all have prepared launches (commit dedc2bee).
-- Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
-  sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B,
-  which [one H100](performance/h100-x1.md) has. Steps of Qwen3-30B-A3B on four H200s and of Qwen3.6 have no baseline at all.
-- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine-times.md#beside-vllm) say; the rows with a dash
-  of [vLLM 0.26.0](beside-vllm.md), mostly of weights in fp8 and with FlashInfer.
-- [Regret](costs.md#regret-the-choice-over-the-best-design) of more than eight shapes of most ops. On no GPU:
-  [the search in the warm-up](tuning.md) (`--tune`, `weft tune` with `--model`) and `weft doctor --measure`.
-- Sums over the ranks [in fp8](quantization.md#time) of GEMMs, and on more than two GPUs; 8B in the
-  [invariant mode](same-bits.md#cost) as it is now.
-- Whole steps with weights in 4 bits, with latent attention, and of [families](status.md) other than Qwen3, Qwen3-MoE and
-  Qwen3.6.
-- One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines
-  differ: two machines of [H200s](../benchmarks/results/h200-x2-machines/README.md) and two of
-  [H100s](../benchmarks/results/h100-x2-machines/README.md) have all
-  three.
-- The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
-- Steps of [training](training.md) (`weft bench train`), and [tiles](tutorials/6_tile_body.md).
-"""
 # Folders whose pages lie beside their results, and how a link of such a page reaches docs/performance.
 BESIDE_RESULTS = re.compile(r".*-(machines|designs|recorded|other-shapes)")
 TO_DOCS = "../../../docs/"
@@ -124,12 +65,12 @@ KEYS = (
 
 
 def front_page(tables: Tables, notes: dict[str, str], pages: str) -> str:
-    """Text of docs/performance.md.
+    """Tables of docs/performance.md.
 
     tables  reports by folder, joined
     pages   folder of the other pages, relative to it, with a slash
     """
-    parts = [HEAD, ENGINES, summary.section(tables, pages, of_shown=True)]
+    parts = [summary.section(tables, pages, of_shown=True)]
     parts.append(f"Further machines: [summary]({pages}summary.md).\n")
     shown = [report for report in tables.get(SHOWN, ()) if report.op in SHOWN_OPS]
     if shown:
@@ -148,7 +89,6 @@ def front_page(tables: Tables, notes: dict[str, str], pages: str) -> str:
     parts.append(
         f"- [prediction]({pages}prediction.md): 8 to 64 GPUs by a model of the ops' schedules, with its errors.\n"
     )
-    parts.append(MISSING)
     return "\n".join(parts)
 
 
@@ -312,7 +252,7 @@ def reports_of(results: Path) -> Tables:
 
 
 def texts(folders: Tables, tables: Tables, results: Path) -> tuple[str, dict[str, str], dict[str, str]]:
-    """(docs/performance.md, the pages in docs/performance by file name, those beside their results by folder).
+    """(tables of docs/performance.md, the pages in docs/performance by file name, those beside their results by folder).
 
     ``tables``: the reports of ``folders``, joined.
     """
@@ -355,7 +295,7 @@ def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> 
             if picture:
                 written[picture] = svg([report])
     written[predict.PICTURE] = predict.picture()
-    put(front, text)
+    write(front, {"tables": text})
     beside = engines.pairs()
     blocks = {"measured": summary.measured(tables), "engines": engines.table(beside)}
     write(readme, {name: block for name, block in blocks.items() if f"<!-- {name} -->" in readme.read_text()})

@@ -212,7 +212,7 @@ class Detector(HappensBefore):
         scope = "sys" if how == "volatile" else None
         # All threads load, even a scalar; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
-        if self.tiles.loads(thread, access, addresses):
+        if self.tiles.loads(access, addresses):
             return
         if how == "volatile" and addresses.size <= _FEW:
             self._looks_at_signals(access, places, addresses, bits)
@@ -220,14 +220,14 @@ class Detector(HappensBefore):
             sender = self.races.last_store(first)
             if sender is not None:
                 self.residency.relied_on(thread, sender.thread, first, access.code)
-        writes = self.races.read(thread, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+        writes = self.races.read(access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
         if how == "plain" and thread.stores:
             for number in writes & thread.stores.keys():
-                self._across_threads(thread, number, access, Block(places))
+                self._across_threads(number, access, Block(places))
         if how == "lamport":
             thread.waits = (first, access.code)
             thread.sync = Sync("received words of", first, access.code)
-        self._check_translated(thread, access, addresses)
+        self._check_translated(access, addresses)
 
     def _looks_at_signals(self, access: Access, places: Places, addresses: np.ndarray, bits: np.ndarray) -> None:
         """Note a volatile load of some signals."""
@@ -237,9 +237,9 @@ class Detector(HappensBefore):
                 self.signals.relaxed(access.thread, signal, "sys")
                 self._polled(signal, access, signed(bits[i], itemsize))
 
-    def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
+    def _across_threads(self, number: int, access: Access, loaded: Block) -> None:
         """Report a load by threads that have not stored the value, by the latest stores."""
-        for stored in reversed(thread.stores[number]):
+        for stored in reversed(access.thread.stores[number]):
             crossed = loaded.touches_threads_of(stored)
             if crossed is not None:
                 self.races.crossed(number, access, *crossed)
@@ -259,9 +259,9 @@ class Detector(HappensBefore):
         ]
         kind = {"tma": ASYNC, "lamport": FLAGGED}.get(how) or kind_of(addresses)
         access = self.races.access(thread, kind, verb, "sys" if how == "relaxed" else None)
-        self._check_translated(thread, access, addresses)
+        self._check_translated(access, addresses)
         itemsize = bits.dtype.itemsize
-        if self.tiles.stores(thread, access, addresses, itemsize):
+        if self.tiles.stores(access, addresses, itemsize):
             return None
         for signal in self.signals.within(places.low, places.high):
             for i in addresses_in(signal, addresses):
@@ -272,7 +272,7 @@ class Detector(HappensBefore):
         if how == "plain" and self.machine.has_tables and self.memory.heap_of(places.low) is not None:
             access.words = thread.relaxed()
         lamport = how == "lamport"
-        self.races.write(thread, access, addresses, itemsize, lamport=lamport)
+        self.races.write(access, addresses, itemsize, lamport=lamport)
         if how == "plain":
             thread.stores.setdefault(access.number, deque(maxlen=_FEW)).append(Block(places))
         if lamport:
@@ -309,16 +309,16 @@ class Detector(HappensBefore):
         itemsize = old.dtype.itemsize
         changes = op == "xchg" or bool((old != new).any())
         access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({order.sem}, {order.scope})", order.scope)
-        self._check_translated(thread, access, addresses)
+        self._check_translated(access, addresses)
         if addresses.size <= _FEW or order.sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
                 signal = self.signals.at(address, itemsize)
                 self._on_signal(op, access, signal, int(old[i]), int(new[i]), order, changes)
         if changes:
             self.arrivals.note(op, access, old)
-            self.races.write(thread, access, addresses, itemsize)
+            self.races.write(access, addresses, itemsize)
         else:
-            self.races.read(thread, access, addresses, itemsize, None)
+            self.races.read(access, addresses, itemsize, None)
 
     def _by_threads(self, thread: ThreadClock) -> AbstractContextManager[None]:
         """Scope of accesses of the present branch or assembly: of single threads, if only some run it."""
@@ -340,19 +340,19 @@ class Detector(HappensBefore):
         if addresses.size == 0:
             return
         access = self.races.access(thread, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
-        self._check_translated(thread, access, addresses)
+        self._check_translated(access, addresses)
         for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
             self.signals.unordered(thread, signal, None, keeps=True)()
-        self.races.write(thread, access, addresses, new.dtype.itemsize)
+        self.races.write(access, addresses, new.dtype.itemsize)
 
     def copies(self, target: Places, source: Places, bits: np.ndarray, what: str) -> Landed:
         thread, targets, sources = self.thread(), target.addresses, source.addresses
         reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
         writes = self.races.access(thread, _COPIED[what], f"store of {what}_nbi")
-        self.races.read(thread, reads, sources, source.itemsize, bits)
-        self.races.write(thread, writes, targets, target.itemsize)
+        self.races.read(reads, sources, source.itemsize, bits)
+        self.races.write(writes, targets, target.itemsize)
         for access, addresses in ((reads, sources), (writes, targets)):
-            self._check_translated(thread, access, addresses)
+            self._check_translated(access, addresses)
         signals = self.signals.within(target.low, target.high)
         landed = [self.signals.unordered(thread, signal, None, keeps=False) for signal in signals]
         return partial(_call_all, landed) if landed else None
@@ -386,9 +386,9 @@ class Detector(HappensBefore):
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
-        self._check_translated(thread, access, at)
+        self._check_translated(access, at)
         stored = partial(self.signals.stored, signal, access, signed(bits, itemsize))
-        self.races.write(thread, access, at, itemsize)
+        self.races.write(access, at, itemsize)
         return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
 
     def waited(self, addresses: list[int], index: int, itemsize: int, wanted: int, comparison: str) -> None:
@@ -398,7 +398,7 @@ class Detector(HappensBefore):
             if other != address:
                 self.signals.at(other, itemsize).for_one_value.pop(thread.slot, None)
         access = self.races.access(thread, SCALAR, "wait", "sys")
-        self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
+        self.races.read(access, np.array([address], np.uint64), itemsize, None)
         self.signals.acquire(thread, signal, "sys", "waited for")
         if isinstance(thread, ProgramClock):
             thread.barrier()
@@ -430,8 +430,9 @@ class Detector(HappensBefore):
                 reached = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
                 thread.reached.update(heap for heap in reached if heap is not None)
 
-    def _check_translated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
+    def _check_translated(self, access: Access, addresses: np.ndarray) -> None:
         """Report a program's access to a peer's heap of which it has no delta."""
+        thread = access.thread
         if not isinstance(thread, ProgramClock) or self.machine.has_tables:
             return
         heap = self.memory.heap_of(int(addresses[0]))

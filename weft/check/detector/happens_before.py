@@ -164,13 +164,13 @@ class HappensBefore(Observer):
         access = self.races.access(main, "host", f"host {verb}")
         access.issued = next(self._issues)
         if not write:
-            self.races.read(main, access, addresses, itemsize, self._bits(addresses, itemsize))
+            self.races.read(access, addresses, itemsize, self._bits(addresses, itemsize))
             return
         for address, old in before.items():
             signal = self.signals.at(address, itemsize)
             self.signals.stored(signal, access, self.signals.value(signal), old)
             self.signals.unordered(main, signal, None, keeps=False)()
-        self.races.write(main, access, addresses, itemsize)
+        self.races.write(access, addresses, itemsize)
 
     def _bits(self, addresses: np.ndarray, itemsize: int) -> np.ndarray | None:
         """Bits that host code has read, if they lie in one tensor."""
@@ -236,14 +236,14 @@ class HappensBefore(Observer):
         reads, writes = (self.races.access(thread, "copy", verb) for verb in ("read", "write"))
         reads.launches = writes.launches = thread.launch
         reads.issued = writes.issued = thread.issued
-        self.races.read(thread, reads, np.uint64(source) + steps, itemsize, None)
+        self.races.read(reads, np.uint64(source) + steps, itemsize, None)
         if not is_signal:
-            self.races.write(thread, writes, np.uint64(target) + steps, itemsize)
+            self.races.write(writes, np.uint64(target) + steps, itemsize)
             for signal in self.signals.within(target, target + nbytes):
                 self.signals.unordered(thread, signal, None, keeps=False)()
             return
         access = self.races.access(thread, "copy", "signal", "sys")
-        self.races.write(thread, access, np.uint64(target) + steps, itemsize)
+        self.races.write(access, np.uint64(target) + steps, itemsize)
         for step in steps.tolist():
             signal = self.signals.at(target + step, itemsize)
             value = self.memory.read_word(source + step, itemsize, lambda: thread.label)

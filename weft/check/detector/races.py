@@ -115,7 +115,6 @@ class Races:
 
     def read(
         self,
-        thread: ThreadClock,
         access: Access,
         addresses: np.ndarray,
         itemsize: int,
@@ -130,6 +129,7 @@ class Races:
         bits       the bits read, None if unknown
         """
         seen: set[int] = set()
+        proxy = access.thread.proxy if tma else None
         for extent, offsets in extents_of(self.memory.find, addresses):
             shadow = self._shadow(extent)
             cells = shadow.cells(offsets, itemsize)
@@ -140,22 +140,20 @@ class Races:
             for number in numbers:
                 if number == UNWRITTEN:
                     self._check_written(shadow, cells, writes, access, bits if offsets.size == addresses.size else None)
-                elif number != INITIAL and not self._received(thread, access, number, landed, lamport):
+                elif number != INITIAL and not self._received(access, number, landed, lamport):
                     writer = self._accesses[number]
-                    kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
+                    kind = self._conflict(writer, access, lamport, proxy)
                     if kind is not None:
                         self._race(kind, writer, access, shadow, where(cells, writes == number))
             self._record_read(access, shadow, cells, landed, lamport)
         return seen
 
-    def _received(
-        self, thread: ThreadClock, access: Access, number: int, landed: dict[int, int], lamport: bool
-    ) -> bool:
+    def _received(self, access: Access, number: int, landed: dict[int, int], lamport: bool) -> bool:
         """True if a read received the write of this number: a message, or words that are a signal themselves.
 
         The reader then counts as the words' writer: in ``landed``.
         """
-        writer = self._accesses[number]
+        thread, writer = access.thread, self._accesses[number]
         if lamport and writer.message is not None:
             thread.clock = receive(thread.clock, writer.message)
         elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
@@ -188,9 +186,7 @@ class Races:
             )
             self.report("cta-race", text, (store, access), elements_at(extent, low, high - 1))
 
-    def write(
-        self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
-    ) -> None:
+    def write(self, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False) -> None:
         for extent, offsets in extents_of(self.memory.find, addresses):
             shadow = self._shadow(extent)
             cells = shadow.cells(offsets, itemsize)

@@ -98,9 +98,9 @@ class Tiles:
     def ended(self, thread: ThreadClock) -> None:
         self._bodies[thread].tile = None
 
-    def loads(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> bool:
+    def loads(self, access: Access, addresses: np.ndarray) -> bool:
         """True, and a finding, if a body loads gathered rows for which the program has not waited."""
-        body = self._bodies.get(thread, _NONE)
+        body = self._bodies.get(access.thread, _NONE)
         tile = body.tile
         if tile is None or not tile.gathered:
             return False
@@ -114,7 +114,7 @@ class Tiles:
                 what = f"row {at} of rank {source}, in chunk {chunk}, for which no wait comes before it"
                 if not 0 <= source < tile.world_size:
                     what = "a row that no rank has"
-                elif source == thread.rank:
+                elif source == access.thread.rank:
                     what = f"row {at} of this rank among the gathered rows, and not from shard"
                 text = f"body of tile {tile.number} loads {what}: the tile needs rows of {_chunks(tile)}"
                 self._found("tile-read", text, access, addresses, tile.gathered)
@@ -132,9 +132,9 @@ class Tiles:
                 )
         return ""
 
-    def stores(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int) -> bool:
+    def stores(self, access: Access, addresses: np.ndarray, itemsize: int) -> bool:
         """True, and a finding, if a body stores to the result outside its tile."""
-        tile = self._bodies.get(thread, _NONE).tile
+        tile = self._bodies.get(access.thread, _NONE).tile
         if tile is None or not tile.out:
             return False
         extent = self._races.memory.find(tile.out)

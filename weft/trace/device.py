@@ -20,7 +20,7 @@ from weft.runtime.team.team import Team
 from weft.runtime.team.trace_rings import KINDS, RING_BYTES, RINGS, Record, records_of
 from weft.runtime.team.view import TeamView
 from weft.trace.clocks import Offset, aligned, measure, reference
-from weft.trace.timeline import MEASURED, Event, Signal, Timeline, make_timeline
+from weft.trace.timeline import MEASURED, Event, Signal, Timeline, make_timeline, span_name
 from weft.transport.exchange import Body
 from weft.triton_api import JITFunction
 
@@ -151,15 +151,12 @@ def event_of(
 ) -> Event:
     """Event of a record, on this rank's clock. ``offset``: place in the heap of an address of this rank."""
     kind, details = _KIND_OF[record.kind], {}
-    if kind == "tile":
-        name = f"tile {record.address & 0xFFFFFFFF},{record.address >> 32}"
-    elif kind == "put":
-        to_all = record.peer == rank
-        name = "put to all others" if to_all else f"put to rank {record.peer}"
-        place = None if to_all else record.peer, offset(record.address)
+    name = span_name(kind, record.address, record.peer, rank)
+    if kind == "put":
+        place = None if record.peer == rank else record.peer, offset(record.address)
         cause = name_of(record.address).partition("[")[0]
         details = {"nbytes": record.value, "cause": cause, "signal": Signal(place=place, value=None)}
-    else:
+    elif kind != "tile":
         signal = name_of(record.address)
         value = None if kind in ("add", "words") else record.value - ((record.value & 1 << 31) << 1)
         details = {

@@ -103,6 +103,13 @@ def _earlier(event: Event, by: int) -> Event:
     return replace(event, start=event.start - by, end=event.end - by)
 
 
+def span_name(kind: str, address: int, peer: int, rank: int) -> str:
+    """Name of a tile or a put of ``rank``, as kernels record them (``lowering/tracing.py``)."""
+    if kind == "tile":
+        return f"tile {address & 0xFFFFFFFF},{address >> 32}"
+    return "put to all others" if peer == rank else f"put to rank {peer}"
+
+
 # By place of the signal: (end, number, signal) of each notify.
 Notifies = dict[tuple[int | None, int], list[tuple[int, int, Signal]]]
 

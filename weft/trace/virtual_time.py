@@ -22,7 +22,7 @@ from weft.simulator.machine.strategy import Strategy
 from weft.simulator.machine.tasks import Task, ThreadTask
 from weft.simulator.observer import Observer
 from weft.simulator.places import Order, Places
-from weft.trace.timeline import Event, Signal
+from weft.trace.timeline import Event, Signal, span_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +172,13 @@ class VirtualTime(Observer):
 
     def recorded(self, kind: str, began: int, address: int, peer: int, value: int) -> None:
         start = self._now() - (self._now() - began & 0x7FFFFFFF)
-        if kind == "tile":
-            row, column = address & 0xFFFFFFFF, address >> 32
-            self._of_program("tile", f"tile {row},{column}", start)
-        elif kind == "put":
-            to_all = peer == self._task.rank
-            name = "put to all others" if to_all else f"put to rank {peer}"
-            data = self._data_at(address & ADDRESS, None if to_all else peer)
-            self._of_program("put", name, start, nbytes=value, cause=self._named(address & ADDRESS)[0], signal=data)
+        if kind not in ("tile", "put"):
+            return  # waits and notifies have events of their own
+        rank, details = self._task.rank, {}
+        if kind == "put":
+            data = self._data_at(address & ADDRESS, None if peer == rank else peer)
+            details = {"nbytes": value, "cause": self._named(address & ADDRESS)[0], "signal": data}
+        self._of_program(kind, span_name(kind, address, peer, rank), start, **details)
 
     def names_words(self, address: int) -> None:
         self._exchange[self._task] = self._data_at(address & ADDRESS, self._task.rank)

@@ -1,9 +1,25 @@
 """Samples of combinations: ``make test`` runs a part of them, ``make sweep`` all."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+# File -> test -> number of cases that stay, chosen by ``spread``, or texts in the names of the cases that stay.
+Samples = dict[str, dict[str, int | tuple[str, ...]]]
+
+
+def samples(rows: str) -> Samples:
+    """Read a file's name at the edge, its tests indented, each with a number or with texts in quotes; "#" begins a comment."""
+    found: Samples = {}
+    for line in re.sub(r"\|\n +", "| ", rows).splitlines():
+        if line.startswith("tests/"):
+            found[line] = tests = {}
+        elif line.strip() and not line.lstrip().startswith("#"):
+            name, _, kept = line.strip().partition(" ")
+            tests[name] = tuple(re.findall(r'"([^"]*)"', kept)) or int(kept)
+    return found
 
 
 def sampled(combinations: Iterable[tuple], kept: Callable[..., bool]) -> list[Any]:
@@ -25,11 +41,8 @@ def spread(cases: list[dict[str, Any]], count: int) -> list[int]:
     return chosen
 
 
-def leave_grids_to_the_sweep(items: list[pytest.Item], samples: dict[str, dict[str, int | tuple[str, ...]]]) -> None:
-    """Give the marker ``sweep`` to the cases of ``samples`` that `make test` does not keep.
-
-    samples  file -> test -> number of cases that stay, chosen by ``spread``, or texts in the names of the cases that stay
-    """
+def leave_grids_to_the_sweep(items: list[pytest.Item], samples: Samples) -> None:
+    """Give the marker ``sweep`` to the cases of ``samples`` that `make test` does not keep."""
     grids: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         file, _, name = item.nodeid.partition("::")

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from tests.sampled import spread
+import pytest
+
+from tests.sampled import samples, spread
 from tests.samples import SAMPLES
 
 
@@ -14,6 +16,13 @@ def test_a_sample_has_the_first_and_the_last_case_and_every_value_that_fits():
     assert spread(cases, 0) == []
     assert sorted(spread(cases, 9)) == [0, 1, 2, 3, 4, 5]
     assert spread([{"case": number} for number in range(9)], 4) == [8, 0, 4, 2]
+
+
+def test_a_table_of_samples_is_read_to_its_last_row():
+    rows = 'tests/a.py\n    # Why.\n    test_b 2\n    test_c "x, y" |\n        "-2]"\ntests/d.py\n    test_e 0\n'
+    assert samples(rows) == {"tests/a.py": {"test_b": 2, "test_c": ("x, y", "-2]")}, "tests/d.py": {"test_e": 0}}
+    with pytest.raises(ValueError, match="no number"):
+        samples("tests/a.py\n    test_b no number\n")
 
 
 def test_every_sampled_grid_exists():

@@ -60,7 +60,7 @@ class Pipelined:
     """A cuBLAS GEMM for each chunk of the peers' rows as it arrives.
 
     chunks       GEMMs per rank's rows, at most MAX_CHUNKS
-    streams      number of streams that the GEMMs use in turn
+    streams      number of streams that the GEMMs use in turn: with two a GEMM's last round of tiles overlaps with the next GEMM
     span         ranks whose rows may share one GEMM where they are adjacent in memory (chunks=1)
     begin_first  the first GEMM waits for begin_kernel, which it could otherwise keep from running
     """

@@ -28,7 +28,8 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
-    apart    gate and up are two products: in tiles of few pairs, and of fp8 or 4-bit operands
+    apart    gate and up are two products: of fp8 or 4-bit operands, and in tiles of few pairs, where the weight is the first
+             operand, which would pass through registers if one box brought both
     in_place this rank's rows are not in x but in ``Arriving.own``
     alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     fixed    a row's bits do not depend on the tile (``FixedTiles``)

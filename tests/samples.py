@@ -309,8 +309,6 @@ tests/ops/gemm/test_sliced.py
 tests/ops/gemm/test_small_m.py
     test_ragged_shapes 3
     test_what_an_op_is_called_with 2
-tests/ops/gemm/test_small_m_rule.py
-    test_the_measured_shapes_get_what_they_got 1
 tests/ops/linear_attention/test_compile_linear_attention.py
     test_compiles_and_fits 4
     test_no_thread_has_a_stack 8

@@ -1,8 +1,6 @@
 """Designs of small-M GEMMs: the rows of the table, and the rule for other shapes."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,36 +10,35 @@ from weft.kernels.four_bit import mxfp4
 from weft.kernels.fp8 import quantized_weight
 from weft.ops.gemm import matmul_four_bit, matmul_fp8
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.gemm.small_m_rule import LEAST_WEIGHT, SmallM, default_small_m
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.small_m_rule import LEAST_WEIGHT, default_small_m
 from weft.ops.op import find_op
+from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 
-# What the former rule and benchmarks/lab/gated_rounds.py gave for the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B
-# over 1, 2, 4 and 8 ranks: ranges of M with the fields of the design, null where cuBLAS computes them.
-FROZEN = json.loads((Path(__file__).parent / "small_m_rule.json").read_text())
 H200 = dataclasses.replace(capabilities.simulated(1), is_simulated=False)
 OTHER = dataclasses.replace(H200, device_name="Some GPU")
+# Of the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B over 1, 2, 4 and 8 ranks.
+ROWS = [row for row in table.read(table.file_for(H200.device_name, 1)).rows if row.op.startswith("matmul")]
 
 
-def planned(shape, M, caps, dtype=torch.bfloat16):
-    name, *variants = shape["op"].split("+")
-    call = GemmCall(M, shape["N"], shape["K"], dtype, **dict.fromkeys(variants, True))
+def planned(row, M, caps, dtype=torch.bfloat16):
+    name, *variants = row.op.split("+")
+    call = GemmCall(M, *row.shape[1:], dtype, **dict.fromkeys(variants, True))
     return find_op(name).plan(call, machine(caps, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_measured_shapes_get_what_they_got(dtype):
-    for shape in FROZEN["shapes"]:
-        for first, last, fields in shape["runs"]:
-            design = fields and SmallM(**dict(zip(FROZEN["fields"], fields, strict=True)))
-            for M in {first, (first + last) // 2, last}:
-                found = planned(shape, M, H200, dtype)
-                if design is None:
-                    assert found.name == "cublas", (shape, M)
-                else:
-                    assert found.design == design, (shape, M)
-                    assert found.row is not None
+def test_the_measured_shapes_get_their_rows(dtype):
+    """From the fewest rows of a call on that a row of the table is for; cuBLAS computes what lies between two."""
+    measured = [row for row in ROWS if row.design == "small_m"]
+    assert len(measured) > 500
+    for row in measured:
+        for M in {row.shape[0], table.SMALL_M_ROWS[row.shape[0]][0]}:
+            found = planned(row, M, H200, dtype)
+            assert found.row is not None and found.design == row.as_design(MATMUL.designs), (row, M)
+        assert planned(row, 80, H200, dtype).name == "cublas", row
 
 
 def test_the_rule_is_near_the_rows():
@@ -49,18 +46,18 @@ def test_the_rule_is_near_the_rows():
 
     Of weights below LEAST_WEIGHT only rows know that the kernel pays.
     """
-    for shape in FROZEN["shapes"]:
-        if shape["op"] == "matmul+partials" and shape["N"] * shape["K"] < LEAST_WEIGHT:
+    for row in ROWS:
+        M, N, K = row.shape
+        if row.op == "matmul+partials" and N * K < LEAST_WEIGHT:
             continue
-        for _, last, fields in shape["runs"]:
-            found = planned(shape, last, OTHER)
-            assert found.row is None
-            assert (found.name == "small_m") == (fields is not None and last <= 64), (shape, last)
-            if found.name == "small_m":
-                row = SmallM(**dict(zip(FROZEN["fields"], fields, strict=True)))
-                assert (found.design.block_m, found.design.transposed) == (row.block_m, row.transposed)
-                one, other = (design.block_n / design.partials for design in (row, found.design))
-                assert 1 / 3 <= one / other <= 3, (shape, last, row, found.design)
+        found = planned(row, M, OTHER)
+        assert found.row is None
+        assert (found.name == "small_m") == (row.design == "small_m" and M <= 64), row
+        if found.name == "small_m":
+            measured = row.as_design(MATMUL.designs)
+            assert (found.design.block_m, found.design.transposed) == (measured.block_m, measured.transposed)
+            one, other = (design.block_n / design.partials for design in (measured, found.design))
+            assert 1 / 3 <= one / other <= 3, (row, found.design)
 
 
 def test_any_size_on_any_target_has_a_design():

@@ -62,8 +62,6 @@ tests/engine/test_engine.py
 tests/engine/test_faults.py
     test_rows_without_a_token_to_choose_are_told_apart_in_every_kind 1
     test_logits_that_are_not_finite_end_their_answer_alone 1
-tests/engine/test_guided.py
-    test_the_built_in_model_is_guided_too 0
 tests/engine/test_hidden_drafts.py
     test_drafts_are_those_of_a_plain_head 1
     test_all_ranks_and_recipes_draft_alike 0

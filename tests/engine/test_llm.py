@@ -480,15 +480,6 @@ def test_a_rank_that_stays_answers_as_an_engine_until_it_dies(byte_model, as_pro
     assert not ranks.ranks._processes.is_alive() and not ranks.ranks._talker.is_alive()
 
 
-def test_a_call_of_a_rank_that_is_closed_meanwhile_is_refused(byte_model, as_processes):
-    ranks = as_processes(byte_model)
-    params = SamplingParams(max_tokens=100, ignore_eos=True)  # not answered by the next line
-    late = ranks.ask(([PROMPTS[0]], [params]), lambda stats: None)
-    ranks.close()
-    with pytest.raises(WeftError, match="this LLM is closed"):
-        list(late)
-
-
 @pytest.fixture
 def without_tokenizer(byte_model, tmp_path):
     copied = shutil.copytree(byte_model, tmp_path / "copy")
@@ -521,30 +512,9 @@ def test_token_ids_need_no_tokenizer(byte_model, without_tokenizer):
         assert llm.generate(IDS, params) == found
 
 
-def test_ranks_that_stay_need_no_tokenizer_for_token_ids(byte_model, without_tokenizer, as_processes):
-    params = [SamplingParams(max_tokens=6)] * 2
-    expected = engine_answers(byte_model, IDS, params)
-    ranks = as_processes(without_tokenizer)
-    pieces = list(ranks.ask((IDS, params), lambda stats: None))
-    tokens = [[piece.token_id for piece in pieces if piece.prompt == prompt] for prompt in range(2)]
-    assert tokens == expected
-    assert {piece.text for piece in pieces} == {None}
-    with pytest.raises(ValueError, match="has no tokenizer.json; pass token ids"):
-        ranks.ask((["x"], params[:1]), lambda stats: None)
-    ranks.close()
-
-
 def test_ranks_that_cannot_load_raise_one_error(as_processes):
     with pytest.raises(ValueError, match="no such directory"):
         as_processes("/nowhere")
-
-
-def test_a_closed_llm_says_so(byte_model):
-    llm = weft.LLM(byte_model, 1, device="sim")
-    llm.close()
-    llm.close()
-    with pytest.raises(WeftError, match="this LLM is closed"):
-        llm.generate("x")
 
 
 def test_under_torchrun_every_rank_asks_and_gets_the_answers(byte_model, monkeypatch):

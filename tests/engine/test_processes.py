@@ -269,35 +269,6 @@ def test_an_error_of_a_rank_in_a_process_is_told_once_and_last(ranks):
     ranks.processes.put(("submit", 2, [1], EIGHT))  # to nothing
 
 
-class LonelyEngine(CountedEngine):
-    """Falls at the prompt [13, ...] on rank 1."""
-
-    def __init__(self, team, **watchers):
-        super().__init__(SimpleNamespace(wait=lambda timeout: None))
-        self.rank = team.rank
-
-    def submit(self, prompt, params, number):
-        if self.rank == 1 and prompt == [13]:
-            raise RuntimeError("a GPU fell off")
-        return super().submit(prompt, params, number)
-
-
-@pytest.mark.sweep
-def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_ends_all(monkeypatch):
-    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
-    told = []
-    ranks = loop.Processes(2, LonelyEngine, None, {}, lambda *message: told.append(message))
-    ranks.put(("submit", 7, [3], EIGHT))
-    until(lambda: told and told[-1] == ("load", Load()))
-    pieces = [piece for kind, found in told if kind == "pieces" for piece in found]
-    assert [(piece.prompt, piece.token_id) for piece in pieces] == [(7, 3), (7, 2), (7, 1)]
-    begin = time.monotonic()
-    ranks.put(("submit", 8, [13], EIGHT))
-    until(lambda: told[-1][0] == "error")
-    assert str(told[-1][1]) == "a GPU fell off" and time.monotonic() - begin < 10
-    ranks.close()
-
-
 @pytest.mark.parametrize("steps", [1, 2, 64, 200])
 def test_a_call_that_is_drawn_comes_to_its_end(ranks, steps):
     for _ in range(2):
@@ -368,14 +339,6 @@ def test_a_call_that_is_closed_while_the_next_waits_for_it_stops(ranks):
     go_on.set()
     other.join(timeout=ANSWER)
     assert answer == tokens(10) and ranks.ran(0) < LONG
-
-
-def test_the_ranks_do_not_wait_for_a_caller_who_does_not_draw(ranks):
-    reached, go_on = ranks.gate(LONG - 1)
-    stream = ranks.ask(LONG)
-    assert reached.wait(timeout=ANSWER)
-    go_on.set()
-    assert numbers(stream) == tokens(LONG)
 
 
 @pytest.mark.parametrize("sent", [False, True])

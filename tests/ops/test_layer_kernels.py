@@ -8,11 +8,9 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_identical, call_op, check, everyone_of, inputs_of
-from tests.ops.layer_cases import EPS, layer_arguments, random
-from tests.ops.vocab.test_adjust_logits import changes
+from tests.ops.layer_cases import EPS, layer_arguments
 from weft import ops
 from weft.kernels.paged_cache import Sequences
-from weft.ops.case import FP32
 from weft.ops.op import registered
 from weft.runtime.arithmetic import cdiv
 
@@ -89,29 +87,6 @@ def test_more_rows_than_a_grid_has_along_any_axis_but_the_first(op, monkeypatch)
     weft.simulate(lambda team: many_rows(70_000)[op](), 1)
     [(first, *others)] = kernel.grids
     assert first >= 70_000 and all(count < 100 for count in others)
-
-
-def test_schemas_and_fakes_tell_the_truth():
-    def main(team):
-        new, attended = layer_arguments()
-        x, made, rows = random((3, 40), FP32, "cpu"), changes(), torch.arange(2)
-        calls = {
-            torch.ops.weft.silu_mul.default: (x, torch.ones(3, 2), EPS),
-            torch.ops.weft.add_rms_norm.default: (x.t(), x.t(), torch.ones(3), EPS),
-            torch.ops.weft.qk_norm_rope.default: (new[0], torch.ones(3, 2), EPS, *new[1:], True, None),
-            torch.ops.weft.paged_attention.default: (*attended, None),
-            torch.ops.weft.adjust_logits.default: (torch.randn(2, 8), rows, rows, 0, [*made], True),
-            torch.ops.weft.note_tokens.default: (made.seen, made.recent, rows, rows, rows + 1, 0),
-        }
-        for op, args in calls.items():
-            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
-        torch.library.opcheck(
-            torch.ops.weft.paged_attention.default,
-            (*attended[:-1], None, None),
-            test_utils=("test_schema", "test_faketensor"),
-        )
-
-    weft.simulate(main, 1)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -200,22 +200,6 @@ def test_the_cases_find_planted_mistakes_with_gates(mistake, tmp_path):
         weft.simulate(main, 1)
 
 
-def test_the_schema_and_the_fake_tell_the_truth():
-    def main(team):
-        for kind in ({}, {"parts": 2}, {"squares": 3}):
-            case = Case(SMALL, (20, 3), "cpu", **kind)
-            squares, norm_eps = (case.given.squares, EPS) if kind.get("squares") else (None, 0.0)
-            cache = [x.nan_to_num(1.0) for x in case.cache]
-            arguments = (
-                case.qkv, squares, norm_eps, *case.weights, EPS, case.angles, *cache, *case.places, 0.1, case.tickets,
-                None, None,
-            )  # fmt: skip
-            tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-            torch.library.opcheck(torch.ops.weft.decode_attention.default, arguments, test_utils=tests)
-
-    weft.simulate(main, 1)
-
-
 def refused():
     case = Case(SMALL, (20, 3), "cpu")
     keys, values = case.cache

@@ -238,17 +238,6 @@ def test_parts_of_a_context_at_several_ranks_merge_to_the_whole():
     weft.simulate(main, 1)
 
 
-def test_schemas_and_fakes_tell_the_truth():
-    def main(team):
-        tests, one = ("test_schema", "test_faketensor", "test_autograd_registration"), arguments()
-        torch.library.opcheck(torch.ops.weft.mla_decode_attention.default, (*one.values(), 1), test_utils=tests)
-        tensors = torch.ones(2, 4, 16), torch.ones(2, 48), torch.ones(32), 1e-6, torch.ones(5, 16)
-        places = torch.zeros(2).long(), torch.arange(2), torch.ones(3, 16, 48), True
-        torch.library.opcheck(torch.ops.weft.mla_norm_rope.default, (*tensors, *places), test_utils=tests)
-
-    weft.simulate(main, 1)
-
-
 def test_the_plan_takes_blocks_by_rows_and_splits_by_sequences():
     h200 = machine(simulated(1), 1)
     for (batch, heads, context), blocks, splits in (

@@ -260,29 +260,6 @@ def test_wrong_options_are_refused(changed, message):
     assert taken == (3 if name in ("window", "softcap", "sinks") else 2)
 
 
-def test_schemas_and_fakes_tell_the_truth():
-    def main(team):
-        (qkv, _, _, *new), (q, keys, values, pages, lengths, scale, tickets) = layer_arguments()
-        bias, (eps, angles, positions, slots, *cache) = torch.ones(384), new
-        made = ops.SequenceRanges.make([(30, 1)], 4, torch.float32)
-        none = (None, None, eps, angles)
-        decoded = qkv[:1], None, 0.0, *none, *cache, pages, torch.full((1,), 9).int(), scale, tickets, bias, 4
-        found = {
-            "qk_norm_rope": (qkv, torch.ones(3, 2), eps, *none, positions, slots, *cache, True, bias),
-            "decode_attention": decoded,
-            "paged_attention": (q, keys, values, pages, lengths, scale, tickets, 40),
-            "paged_prefill_attention": (q, keys, values, pages, made.spans, made.tiles, 16, scale, 40),
-        }
-        for name, arguments in found.items():
-            tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-            if name != "qk_norm_rope":
-                scored = {"softcap": 1.5, "sinks": torch.ones(4)}
-                torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments, scored, test_utils=tests)
-            torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments, test_utils=tests)
-
-    weft.simulate(main, 1)
-
-
 def combinations(*choices):
     """One mapping for each combination of ``choices``, each mappings one of which is taken."""
     for taken in itertools.product(*choices):

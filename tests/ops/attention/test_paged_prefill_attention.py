@@ -136,16 +136,3 @@ def test_spans_have_the_same_sizes_whatever_the_sequences(group):
         lengths = [length for _, length in spans] + [800 - sum(length for _, length in spans)]
         expected = [b * (1 << 20) + torch.arange(length * group) for b, length in enumerate(lengths)]
         assert torch.equal(real.sort().values, torch.cat(expected))
-
-
-def test_its_schema_and_fake_tell_the_truth():
-    def main(team):
-        keys, values = SMALL.cache(9, "cpu")
-        args = (torch.ones(8, SMALL.q_heads, SMALL.D), keys, values, torch.zeros(2, 4, dtype=torch.int32))
-        made = SequenceRanges.make([(0, 4)] * 2, SMALL.q_heads, FP32)
-        torch.library.opcheck(
-            torch.ops.weft.paged_prefill_attention.default, (*args, made.spans, made.tiles, 16, 0.1, None),
-            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-        )  # fmt: skip
-
-    weft.simulate(main, 1)

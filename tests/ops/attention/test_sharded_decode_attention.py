@@ -165,19 +165,6 @@ def test_auto_runs_a_design_whose_programs_the_virtual_ranks_hold(sms, design, m
     assert designs == [design, design]
 
 
-def test_the_schema_and_the_fake_tell_the_truth():
-    def main(team):
-        keys, values = cache_of(0)
-        pages, lengths = torch.arange(4, dtype=torch.int32)[None], torch.tensor([40], dtype=torch.int32)
-        given = torch.ones(1, HEADS, D), keys, values, pages, lengths, 0.25, team.name, "auto"
-        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(torch.ops.weft.sharded_decode_attention.default, given, test_utils=tests)
-        parts = torch.ones(2, 1, 3, 16), torch.ones(2, 1, 3)
-        torch.library.opcheck(torch.ops.weft.merge_attention.default, parts, test_utils=tests)
-
-    weft.simulate(main, 1)
-
-
 @pytest.mark.parametrize(
     ("message", "fields"),
     [

@@ -160,10 +160,6 @@ def test_compiles_without_a_graph_break():
         x, up = operands(6, 48, 256, "block")
         _, down = operands(6, 32, 24, "channel")
         check_compiled(x, up, down)
-        for gated, parts in ((False, False), (True, False), (False, True)):
-            arguments = (x, None, *up, None, 0.0, gated, parts)
-            tests = ("test_faketensor",)  # test_schema multiplies tensors by numbers, which the CPU does not in e4m3
-            torch.library.opcheck(torch.ops.weft.matmul_fp8.default, arguments, test_utils=tests)
 
     alone(main)
     torch._dynamo.reset()

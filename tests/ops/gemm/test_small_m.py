@@ -139,16 +139,6 @@ def test_sizes_may_be_left_open_while_compiling():
     torch._dynamo.reset()
 
 
-def test_the_schema_and_the_fake_tell_the_truth():
-    def main():
-        for layout in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):
-            args = tuple(map(layout, operands(5, 16, 24, BF16, gated=True)))
-            tests = ("test_schema", "test_faketensor")
-            torch.library.opcheck(torch.ops.weft.matmul_silu_mul.default, args, test_utils=tests)
-
-    alone(main)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -214,17 +214,6 @@ def test_compiles_without_a_graph_break(backend):
     torch._dynamo.reset()
 
 
-def test_schemas_and_fakes_tell_the_truth():
-    def main(team):
-        a, b = torch.randn(4, 6), torch.randn(8, 6).t().contiguous().t()
-        for op in GEMMS:
-            args = (a, b) if op == "matmul" else (a, b, team.name)
-            tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-            torch.library.opcheck(getattr(torch.ops.weft, op).default, args, test_utils=tests)
-
-    weft.simulate(main, 2)
-
-
 @pytest.mark.parametrize(
     ("op", "own_first"),
     [*((op, False) for op in GEMMS), ("all_gather_matmul", True), ("matmul_reduce_scatter", True)],

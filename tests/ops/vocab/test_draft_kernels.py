@@ -96,24 +96,6 @@ def test_wrong_arguments_are_refused():
         ops.draft_rows(longs, longs, longs, rows.int())
 
 
-def test_schemas_and_fakes_tell_the_truth():
-    def main(team):
-        history, longs, rows = (
-            torch.zeros(2, 8, dtype=torch.int32),
-            torch.ones(2, dtype=torch.int64),
-            torch.ones(2, 3).long(),
-        )
-        calls = {
-            torch.ops.weft.ngram_drafts.default: (history, longs, longs, 2, 1, 2),
-            torch.ops.weft.accept_drafts.default: (rows, rows, longs, torch.zeros(2, 5).long()),
-            torch.ops.weft.draft_rows.default: (longs, longs, longs, rows),
-        }
-        for op, args in calls.items():
-            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
-
-    weft.simulate(main, 1)
-
-
 def test_an_empty_batch_is_no_launch():
     def main(team):
         none = torch.zeros(0, dtype=torch.int64)

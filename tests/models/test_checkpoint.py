@@ -139,37 +139,6 @@ def test_absent_keys_are_what_transformers_assumes():
         assert getattr(found, name) == getattr(theirs, name)
 
 
-def test_a_published_config_is_read_whole():
-    content = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-    }
-    content |= {
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "initializer_range": 0.02,
-    }
-    content |= {
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-    }
-    content |= {"num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06}
-    content |= {"rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True}
-    content |= {
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-    }
-    assert Qwen3Config.from_dict(content | {"vocab_size": 151936}) == Qwen3Config.named("qwen3-0.6b")
-
-
 def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
     import transformers
 

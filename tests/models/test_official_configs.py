@@ -88,6 +88,14 @@ def test_a_published_multimodal_config_is_that_of_its_text_model(name):
     assert made.rotary.theta == text.rope_parameters.get("full_attention", text.rope_parameters)["rope_theta"]
 
 
+@pytest.mark.parametrize("name", [name for name in RUN if name.lower() in families.PUBLISHED])
+def test_a_model_of_a_known_name_is_the_one_of_its_published_config(name):
+    """But for the positions of Qwen2.5's base models, and for weights that are stored in 4 bits."""
+    made = DecoderConfig.from_dict(RUN[name])
+    apart = {"max_position_embeddings": made.max_position_embeddings, "quantization": made.quantization}
+    assert replace(DecoderConfig.named(name.lower()), **apart) == made
+
+
 @pytest.mark.parametrize("name", ["Kimi-K2-Instruct", "Kimi-K2-Thinking"])
 def test_a_config_by_another_name_of_a_family_is_read_as_that_family(name):
     """Kimi-K2's files name DeepSeek's code by a model_type of their own, which transformers does not know."""

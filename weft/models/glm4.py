@@ -47,5 +47,6 @@ GLM4 = Family(
         vocab_size=151552,
         rms_norm_eps=1e-5,
         max_position_embeddings=32768,
+        attention_bias=False,
     ),
 )

@@ -415,7 +415,7 @@ tests/parallel/test_invariant.py
     test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows 1
 tests/parallel/test_launches.py
     test_launches_of_a_layer_in_fp8 1
-    test_launches_of_a_layer 1
+    test_launches_of_a_layer "replicated-torch.bfloat16"
     test_launches_of_experts_in_fp8_beside_those_of_16_bits 1
 tests/parallel/test_mixture.py
     test_experts_in_fp8_take_rows_in_fp8 2

@@ -1,7 +1,6 @@
 """Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3 in every mode, by tests that can fail."""
 
 import dataclasses
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -107,40 +106,6 @@ def test_deferred_rms_scales_are_as_near_to_fp32_as_the_others(make_checkpoint):
         for deferred in (False, True)
     )
     assert after < 1.2 * before, (before, after)
-
-
-def launches_of_a_step(directory):
-    """Kernels that a fused decode step of two sequences launches on each of two ranks."""
-    seen, counting = Counter(), []
-
-    def count(event):
-        _, _, kind, detail = event
-        if counting and kind == "launch":
-            seen[detail.split()[0]] += 1
-
-    def main(team):
-        model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", fused=True)
-        cache, table = model.new_cache(4, 16), torch.tensor([[1], [2]], dtype=torch.int32)
-
-        def step():
-            return model(torch.tensor([3, 4]), model.decode_step(torch.tensor([2, 5]), table, 16), cache)
-
-        step()  # takes workspaces
-        team.barrier()
-        counting.append(True)
-        step()
-        team.barrier()
-
-    weft.simulate(main, 2, on_event=count)
-    return {name: number / 2 for name, number in seen.items()}
-
-
-def test_a_layer_more_is_at_most_seven_kernels_more(make_checkpoint):
-    one, two = (launches_of_a_step(make_checkpoint(num_hidden_layers=n)[0]) for n in (1, 2))
-    of_a_layer = {name: two[name] - one[name] for name in two if two[name] != one[name]}
-    assert of_a_layer["all_reduce_rms_norm_kernel"] == 2
-    assert of_a_layer["decode_attention_kernel"] == 1
-    assert sum(of_a_layer.values()) <= 7, of_a_layer
 
 
 def test_prompts_of_unequal_length_are_answered_as_if_alone(make_checkpoint):

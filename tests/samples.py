@@ -50,6 +50,8 @@ tests/check/test_torch_nvshmem.py
 tests/check/test_torch_programs.py
     test_streams_and_events_order_copies 3
     test_a_program_runs_as_it_stands 1
+tests/costs/test_recipes.py
+    test_published_models_split_prompts_and_not_decode_steps "h200"
 tests/engine/test_engine.py
     test_after_a_step_that_fails_all_requests_go_on_without_a_gap 3
     test_a_stream_that_is_closed_leaves_nothing_behind 8
@@ -283,6 +285,8 @@ tests/ops/collectives/test_compile_collectives.py
 tests/ops/collectives/test_copy_engine.py
     test_rounds_are_clean_under_many_schedules 0
     test_both_designs_in_turn 1
+tests/ops/collectives/test_tree_norm.py
+    test_it_has_the_bits_of_two_launches_on_any_number_of_ranks "1-shapes0" | "4-shapes2" | "8-shapes3"
 tests/ops/gemm/test_activations.py
     test_compiles_and_fits 1
 tests/ops/gemm/test_matmul_deferred_norm.py
@@ -381,6 +385,7 @@ tests/ops/overlap/test_overlap.py
 tests/ops/test_cases.py
     test_every_case 24
 tests/ops/test_compile_layer_kernels.py
+    test_heads_of_256_multiply_keys_by_queries "decode_attention_gated-6-sm_90"
     test_machine_code_on_sm_90 1
     test_options_compile_and_fit_a_gpu_of_the_other_maker 1
     test_other_heads_compile_and_fit 1
@@ -414,6 +419,9 @@ tests/parallel/test_invariant.py
     test_a_row_parallel_gemm_has_the_same_bits_on_any_number_of_ranks_and_rows 2
     test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows 1
 tests/parallel/test_launches.py
+    test_no_operation_of_torch_applies_a_scale "65-True-silu" | "3-True-silu"
+    test_launches_of_a_gated_delta_net_in_fp8 "h200"
+    test_launches_of_experts_in_a_layer 2
     test_launches_of_a_layer_in_fp8 1
     test_launches_of_a_layer "replicated-torch.bfloat16"
     test_launches_of_experts_in_fp8_beside_those_of_16_bits 1

@@ -11,7 +11,7 @@ import torch
 
 import weft
 import weft.check
-from tests.check.calls import OPS
+from tests.check.calls import OPS, SLOW
 from tests.runtime import behaviour
 from tests.sampled import sampled
 from weft import ops
@@ -40,6 +40,15 @@ def test_an_op_is_clean(call, world_size, schedules, seed):
     if schedules == 1 and not any(word in call.name for word in STAGED):
         call = dataclasses.replace(call, calls=min(call.calls, 4))
     report = weft.check.check(call, world_size, schedules=schedules, seed=seed, sms=call.sms, compile=False)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("call", SLOW, ids=lambda call: call.name)
+@pytest.mark.parametrize(
+    ("world_size", "schedules"), [(2, 1), *(pytest.param(size, 8, marks=pytest.mark.sweep) for size in (2, 3, 4))]
+)
+def test_a_forward_and_its_backward_in_one_program_are_clean(call, world_size, schedules):
+    report = weft.check.check(call, world_size, schedules=schedules, sms=call.sms)
     assert report.ok, str(report)
 
 

@@ -219,11 +219,3 @@ def test_compiles(arch):
         ptx = made.asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.ca" not in ptx and ".local" not in ptx
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_exchanges_of_ulysses_are_clean(world_size):
-    call = Call("ulysses", functools.partial(prefilled, algorithm="ulysses"), 2)
-    report = weft.check.check(call, world_size, schedules=8)
-    assert report.ok, str(report)

@@ -8,11 +8,10 @@ import triton.language as tl
 
 import weft
 import weft.check
-from tests.check.calls import dispatched_fp8
 from tests.compiling import SHARED, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import check_refused
-from tests.ops.moe.test_moe_exchange import EXPERTS, MOST, K, calls_of, tokens_of, weights
+from tests.ops.moe.test_moe_exchange import EXPERTS, MOST, K, tokens_of, weights
 from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
@@ -65,11 +64,6 @@ def test_a_layer_in_fp8_is_the_whole_one_in_every_algorithm(world_size):
             assert error < 0.06  # half a step of e4m3 is 1/32 of a number or less
         for other in others:
             assert_identical(other, first)
-
-
-def test_the_check_finds_nothing_in_fp8_rows():
-    report = weft.check.check(calls_of(dispatched_fp8), 2, schedules=2)
-    assert report.ok, report
 
 
 # --- refused arguments --------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import weft
-import weft.check
-from tests.check.calls import SLOW
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from tests.ops.moe.trained import EXPERTS, check, joined, on_one, over_ranks
@@ -76,13 +74,6 @@ def test_rows_come_back_with_the_same_bits_by_every_algorithm():
         for other in others:
             assert_identical(push, other)
         assert not push[2].any() and push[[0, 1, 3]].any(-1).all()
-
-
-@pytest.mark.parametrize(("world_size", "schedules"), [(2, 1), *(pytest.param(w, 8, marks=SWEEP) for w in (2, 3, 4))])
-def test_a_forward_and_its_backward_in_one_program_have_no_findings(world_size, schedules):
-    call, _ = SLOW
-    report = weft.check.check(call, world_size, schedules=schedules, sms=call.sms)
-    assert report.ok, report
 
 
 def check_sum_grad(device):

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 import weft.check
-from tests.check.calls import SLOW
 from tests.ops.checking import assert_close
 from weft import ops
 from weft.ops.case import BF16, FP32
@@ -192,13 +191,6 @@ def test_the_gradients_of_all_gather_matmul_have_gradients(own_first):
     for rank, grads in enumerate(found):
         for grad, wanted in zip(grads, expected[3 * rank : 3 * rank + 3], strict=True):
             assert_close(grad, wanted, 24, partials=1, what=f"rank {rank}")
-
-
-@pytest.mark.parametrize(("world_size", "schedules"), [(2, 1), *(pytest.param(w, 8, marks=SWEEP) for w in (2, 3, 4))])
-def test_a_forward_and_its_backward_in_one_program_have_no_findings(world_size, schedules):
-    _, call = SLOW
-    report = weft.check.check(call, world_size, schedules=schedules, sms=call.sms)
-    assert report.ok, report
 
 
 @pytest.mark.parametrize(("design", "reader"), [("auto", "_run"), ("by_shards", "widened")])

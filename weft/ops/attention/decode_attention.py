@@ -175,7 +175,8 @@ def decode_attention(
 
     Its key and value are written into the paged cache first.
 
-    qkv                 [B, (Hq + 2 Hkv) * D], or split-K partials of it, or a ``DeferredNorm``, as for ``qk_norm_rope``
+    qkv                 [B, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided. Or
+                        its split-K partials, fp32 and contiguous, or a ``DeferredNorm``, whose RMS scale is applied here
     q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials, or e4m3; written in
@@ -183,10 +184,17 @@ def decode_attention(
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths             [B] int32: tokens to attend to, up to and with the new one; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
-    scale, tickets, softcap, sinks  as for ``paged_attention``
-    bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
-    window              as for ``paged_attention``
-    k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
+    scale               of the scores; D ** -0.5 where None
+    tickets             arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them.
+                        None: each call makes new ones, which takes one more small kernel
+    bias                [(Hq + 2 Hkv) * D], of the cache's dtype, added to qkv after the sum of partials and the RMS scale;
+                        None: there is none
+    window              a token attends to this many tokens, itself the last, 1 or more; None: to all
+    k_scale, v_scale    of a cache in e4m3: fp32, 1 element each, on the device, positive; a key is its byte times k_scale, a
+                        value its byte times v_scale. The result is then of qkv's dtype, or for partials of the weights' or
+                        the bias's
+    softcap             positive; softcap * tanh(score / softcap) in place of a score, after ``scale``
+    sinks               [Hq], fp16, bf16 or fp32: one more score of each row, without a value
     gate                [B, Hq * D] of the result's dtype, columns of a wider tensor or not: the rounded result is multiplied
                         by its sigmoid, as by ``sigmoid_mul``. None: there are no gates
     fp8                 rows [B, Hq * D] of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of

@@ -224,9 +224,12 @@ def paged_prefill_attention(
     scale         positive; D ** -0.5 where None
     window        a token attends to this many tokens, itself the last, 1 or more; None: to all up to itself. Blocks of
                   keys before the window are not loaded
-    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
-    softcap, sinks  as for ``paged_attention``
-    fp8           rows [T, Hq * D] of the result are put in fp8 so, as for ``decode_attention``
+    k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
+                  times k_scale, a value its byte times v_scale
+    softcap       positive; softcap * tanh(score / softcap) in place of a score, after ``scale``
+    sinks         [Hq], fp16, bf16 or fp32: one more score of each row, without a value
+    fp8           rows [T, Hq * D] of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of the
+                  weight that follows
     invariant     True: sums in an order of positions alone. A token's bits do not depend on how its sequence is cut or on
                   further sequences, and are equal to the ones of ``paged_attention`` with this option
 

@@ -246,8 +246,10 @@ def sharded_decode_attention(
     window        a token attends to this many tokens of all ranks, itself the last, 1 or more; None: to all. Pages
                   before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
-    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of the bytes that it holds
-    softcap, sinks  as for ``paged_attention``: sinks of all heads, equal on all ranks
+    k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
+                  times k_scale, a value its byte times v_scale: each rank's are of the bytes that it holds
+    softcap       positive; softcap * tanh(score / softcap) in place of a score, after ``scale``
+    sinks         [Hq], fp16, bf16 or fp32: one more score of each row, without a value. Of all heads, equal on all ranks
 
     Rank r gets heads r * Hq / W and on: the ones whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged

@@ -96,7 +96,7 @@ def figures(tree: Path) -> dict[str, int | dict[str, int]]:
         "lines of benchmarks/": lines_of(files(tree, "benchmarks", ".py")),
         "lines of docs/": lines_of(pages),
         "files of weft/": len(weft),
-        "files of ops/moe": len([path for path in ops if path.parent.name == "moe"]),
+        "files of ops/moe": len([path for path in ops if "moe" in path.relative_to(tree).parts]),
         "files of engine, without engine/speculation": len([one for one in engine if "speculation" not in one.parts]),
         "files of engine/speculation": len([one for one in engine if "speculation" in one.parts]),
         "lines of ops/ that are kernels": sum(length(f) for path in ops for f in functions(path) if is_kernel(f)),

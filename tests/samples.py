@@ -376,9 +376,6 @@ tests/ops/overlap/test_fp8.py
     test_a_planted_mistake_is_caught 4
 tests/ops/overlap/test_matmul_all_reduce.py
     test_one_buffer_serves_call_after_call_where_two_are_too_large 1
-    test_replayed_calls_fill_the_same_half_each_time 1
-tests/ops/overlap/test_matmul_reduce_scatter.py
-    test_replayed_calls_fill_the_same_half_each_time 2
 tests/ops/overlap/test_overlap.py
     test_mixed_shapes_back_to_back 1
     test_compiles_without_a_graph_break 1
@@ -409,6 +406,8 @@ tests/ops/vocab/test_sample_argmax.py
 tests/ops/vocab/test_top_p_mass.py
     test_compiles 3
     test_machine_code_on_sm_90 2
+tests/ops/overlap/test_pipelined.py
+    test_replayed_calls_fill_the_same_half_each_time 4
 tests/parallel/test_context.py
     test_gathered_pages_hold_all_tokens_of_the_window 8
 tests/parallel/test_fused_attention.py

@@ -18,24 +18,6 @@ from weft.plan.planned import machine, machine_of
 from weft.runtime import capabilities
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_replayed_graph_fills_the_same_half_each_time(seed):
-    """A graph with one call writes the same half of A_full at every replay: the device must wait, not the parity."""
-
-    def main(team):
-        results = []
-        for call in range(5):
-            a, b = (torch.full((20, 24), float(call + team.rank)), torch.ones(16, 24))
-            results.append(ALL_GATHER_MATMUL.run(Pipelined(streams=2), team, a, b))
-            [workspace] = team.workspace(("all_gather_matmul", FP32), dict).values()
-            workspace.halves.calls = 0
-        for call, result in enumerate(results):
-            expected = torch.arange(call, call + team.size).repeat_interleave(20)[:, None] * torch.full((1, 16), 24.0)
-            assert_identical(result, expected, what=f"call {call}")
-
-    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
-
-
 def test_local_first_has_rows_of_its_own_for_their_bucket_alone(monkeypatch, tmp_path):
     path = table.file_for("Some GPU", 4, tmp_path)
     monkeypatch.setattr(table, "file_for", lambda gpu, world_size: path)

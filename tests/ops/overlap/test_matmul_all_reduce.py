@@ -7,7 +7,6 @@ import torch
 
 import weft
 from tests.ops.checking import assert_identical, check_replicated, run_cases
-from tests.sampled import sampled
 from weft.ops.case import BF16, FP32, Case
 from weft.ops.gemm.tile import Tile
 from weft.ops.overlap import matmul_all_reduce as module
@@ -86,22 +85,3 @@ def test_sums_that_32_bits_cannot_count_are_pipelined(monkeypatch):
     forget()
     for found, _ in results:
         torch.testing.assert_close(found, sum(product for _, product in results), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("seed", sampled(zip(range(4), strict=True), lambda seed: seed < 2))
-def test_replayed_calls_fill_the_same_half_each_time(seed, chunks):
-    place = torch.arange(60.0)[:, None].expand(60, 24)
-
-    def main(team):
-        results = []
-        for call in range(5):
-            a, b = place + float(call + team.rank), torch.ones(16, 24)
-            results.append(MATMUL_ALL_REDUCE.run(Pipelined(chunks=chunks), team, a, b))
-            [workspace] = team.workspace(("matmul_all_reduce pipelined", FP32), dict).values()
-            workspace.halves.calls = 0
-        for call, result in enumerate(results):
-            expected = (24.0 * (3 * call + 3) + 72.0 * place[:, :1]).expand(60, 16)
-            assert_identical(result, expected.contiguous(), what=f"call {call}")
-
-    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 import weft
 import weft.check
 from tests.compiling import compiled
-from tests.ops.checking import assert_close
+from tests.ops.checking import assert_close, assert_identical
+from weft.ops.case import FP32
+from weft.ops.op import find_op
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
 from weft.ops.overlap.pipelined import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
 
@@ -55,6 +57,36 @@ def test_calls_of_both_orders_of_rows_may_follow_each_other(world_size, schedule
 
     report = weft.check.check(main, world_size, schedules=schedules)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("op", "workspace", "fields"),
+    [
+        ("all_gather_matmul", "all_gather_matmul", {"streams": 2}),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter pipelined", {"streams": 2}),
+        *(("matmul_all_reduce", "matmul_all_reduce pipelined", {"chunks": chunks}) for chunks in (1, 3)),
+    ],
+)
+def test_replayed_calls_fill_the_same_half_each_time(op, workspace, fields, seed):
+    """A graph with one call writes the same half of the buffers at every replay: the device must wait, not the parity."""
+    op, place = find_op(op), torch.arange(60.0)[:, None].expand(60, 24)
+
+    def main(team):
+        results, own = [], slice(20 * team.rank, 20 * team.rank + 20)
+        for call in range(5):
+            a = place[own] + call if op is ALL_GATHER_MATMUL else place + float(call + team.rank)
+            results.append(op.run(op.designs["pipelined"](**fields), team, a, torch.ones(16, 24)))
+            [held] = team.workspace((workspace, FP32), dict).values()
+            held.halves.calls = 0
+        for call, result in enumerate(results):
+            summed = 24.0 * ((place + call) if op is ALL_GATHER_MATMUL else 3 * (place + call) + 3)[:, :1].expand(
+                60, 16
+            )
+            expected = summed[own] if op.name == "matmul_reduce_scatter" else summed
+            assert_identical(result, expected.contiguous(), what=f"call {call}")
+
+    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 
 
 @triton.jit

@@ -49,6 +49,7 @@ sweep: .venv/.ready .venv-newest/.ready
 	try .venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16; \
 	try .venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8; \
 	try .venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16; \
+	try .venv/bin/python -m tests.check.sweep --world-size 2 --node-size 1 --jobs $(WORKERS) --schedules 24; \
 	try .venv/bin/python scripts/package_check.py; \
 	[ -z "$$failed" ] || { echo "weft: these commands of the sweep failed:$$failed"; exit 1; }
 

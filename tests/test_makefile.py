@@ -29,7 +29,7 @@ def test_a_sweep_runs_all_commands_and_lists_those_that_failed(failing, status, 
     swept = subprocess.run(
         ["make", "-f", str(ROOT / "Makefile"), *ready, "sweep"], cwd=tmp_path, env=alone, capture_output=True, text=True
     )
-    assert len(log.read_text().splitlines()) == 6 and swept.returncode == status, swept.stderr
+    assert len(log.read_text().splitlines()) == 7 and swept.returncode == status, swept.stderr
     failed = swept.stdout.partition("weft: these commands of the sweep failed:\n")[2].splitlines()
     assert [line.split()[0] for line in failed] == ([".venv-newest/bin/python", ".venv/bin/python"] if status else [])
     assert not status or ("--triton-sensitive" in failed[0] and "--table" in failed[1])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import weft
-import weft.check
 from tests.ops.checking import assert_close, run_cases
 from tests.ops.nodes import attentions, teams_of_nodes
 from weft import ops
@@ -39,15 +38,6 @@ def test_each_head_has_one_part_of_each_node(nodes, node_size):
         assert sent == (nodes - 1) * 2 * 4 * (16 + 1) * 4
         for actual, expected in zip(over, within, strict=True):
             assert_close(actual, expected, 16, partials=size)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("world_size", "schedules"), [(4, 8), (2, 24)])
-def test_no_schedule_shows_a_race(world_size, schedules):
-    report = weft.check.check(
-        lambda team: attended(weft.init(node_size=world_size // 2))[0], world_size, schedules=schedules
-    )
-    assert report.ok, str(report)
 
 
 def test_one_kernel_is_of_one_node():

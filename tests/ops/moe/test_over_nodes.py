@@ -179,18 +179,6 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, overlapping)
     assert name is None or all(found.finding.kind == "race" for found in report.wrong), report
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("world_size", "schedules"), [(4, 8), (2, 24)])
-@pytest.mark.parametrize("algorithm", ["push", "lamport"])
-def test_no_schedule_shows_a_race(world_size, schedules, algorithm):
-    def main(team):
-        team = weft.init(node_size=world_size // 2)
-        return [there_and_back(team, algorithm) for _ in range(3)]
-
-    report = weft.check.check(main, world_size, schedules=schedules)
-    assert report.ok, str(report)
-
-
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_gradients_are_those_of_one_node(overlapped):
     def main(team):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import weft
-import weft.check
 from tests.ops.checking import assert_close, check_replicated, run_cases
 from tests.ops.nodes import gemms, norms, teams_of_nodes
 from weft import ops
@@ -46,17 +45,6 @@ def test_a_shard_and_a_sum_cross_to_each_node_once(nodes, node_size):
         assert (gathered, summed, both) == (nodes - 1, nodes - 1, 2 * (nodes - 1))
         assert torch.equal(z, torch.full((3, 5), 8.0 * (rank + 1) * 6 * size))
         assert torch.equal(whole[3 * rank : 3 * rank + 3], z)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("world_size", "schedules"), [(4, 8), (2, 24)])
-def test_no_schedule_shows_a_race(world_size, schedules):
-    def main(team):
-        team = weft.init(node_size=world_size // 2)
-        return [all_three(team)[-1] for _ in range(2)]
-
-    report = weft.check.check(main, world_size, schedules=schedules)
-    assert report.ok, str(report)
 
 
 def test_gradients_are_those_of_one_node():

@@ -393,19 +393,11 @@ tests/ops/test_compile_layer_kernels.py
     test_compiles_and_fits "sm_90-paged_attention_whole" | "sm_80-add_rms_norm"
 tests/ops/test_layer_kernels.py
     test_compiles_without_a_graph_break 1
-tests/ops/vocab/test_adjust_logits.py
-    test_compiles 2
-    test_machine_code_on_sm_90 1
-tests/ops/vocab/test_draft_kernels.py
-    test_compiles 1
-    test_machine_code_on_sm_90 1
+tests/ops/vocab/test_compile_vocab.py
+    test_compiles 11
+    test_machine_code_on_sm_90 7
 tests/ops/vocab/test_sample_argmax.py
     test_a_floor_excludes_lesser_logits 6
-    test_compiles 3
-    test_machine_code_on_sm_90 2
-tests/ops/vocab/test_top_p_mass.py
-    test_compiles 3
-    test_machine_code_on_sm_90 2
 tests/ops/overlap/test_pipelined.py
     test_replayed_calls_fill_the_same_half_each_time 4
 tests/parallel/test_context.py

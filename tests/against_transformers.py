@@ -6,8 +6,9 @@ import importlib.metadata
 import pytest
 import torch
 
+import weft
 from tests.teacher_forced import all_logits
-from weft.engine import Runner, SamplingParams
+from weft.engine import Engine, Runner, SamplingParams
 from weft.engine.config import EngineConfig
 from weft.engine.prefill import PrefillChunk
 from weft.engine.slots import SlotState
@@ -384,3 +385,16 @@ def greedy(model, prompts, steps):
 def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):
     model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused)
     return all_logits(model, tokens), greedy(model, tokens.tolist(), steps) if steps else None
+
+
+def check_engine(made, world_size, options):
+    """Greedy answers of an engine with fewer slots than prompts, which it reads in chunks."""
+    directory, reference = made
+    tokens = prompt(3, 9)
+
+    def answers(team):
+        engine = Engine(directory, team, max_batch=2, page_size=16, chunk_tokens=5, max_seq_len=64, **options)
+        return [one.token_ids for one in engine.generate(tokens.tolist(), max_tokens=12, ignore_eos=True)]
+
+    expected = reference_greedy(reference, tokens, 12).tolist()
+    assert weft.simulate(answers, world_size) == [expected] * world_size

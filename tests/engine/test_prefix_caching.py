@@ -36,6 +36,22 @@ class Device:
         self.texts = {}  # prompt and answer, tokens in flight included
         self.open = []
 
+    def play(self, events):
+        """Do all events, then step until nothing is open; a check after each."""
+        pages = self.scheduler.pool.free
+        for name, *given_ in events:
+            if name == "leave":
+                if self.open:
+                    self.leave(self.open[given_[0] % len(self.open)])
+            else:
+                getattr(self, name)(*given_)
+            self.check()
+        for steps in range(1000):
+            if not self.open:
+                break
+            self.step(steps % 2 == 0)
+        assert self.scheduler.idle and self.scheduler.pool.free == pages
+
     def submit(self, prompt, budget, salt=None):
         params = SamplingParams(cache_salt=salt)
         one = Sequence(number=len(self.texts), prompt=prompt, params=params, budget=budget)
@@ -139,19 +155,7 @@ events = st.one_of(
     window=st.sampled_from([None, 1, 4, 9, 18]),
 )
 def test_no_page_is_lost_or_misread_whatever_comes_and_goes(events, pages, max_batch, chunk_tokens, window):
-    device = Device(pages, max_batch, chunk_tokens, window)
-    for name, *given_ in events:
-        if name == "leave":
-            if device.open:
-                device.leave(device.open[given_[0] % len(device.open)])
-        else:
-            getattr(device, name)(*given_)
-        device.check()
-    for steps in range(1000):
-        if not device.open:
-            break
-        device.step(steps % 2 == 0)
-    assert device.scheduler.idle and device.scheduler.pool.free == pages
+    Device(pages, max_batch, chunk_tokens, window).play(events)
 
 
 def finished(device, *sizes):

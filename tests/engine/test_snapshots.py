@@ -84,19 +84,7 @@ class StatefulDevice(Device):
     interval=st.sampled_from([1, 8, 12, 100]),
 )
 def test_states_are_those_of_a_sequences_own_tokens(events, pages, max_batch, chunk_tokens, places, interval):
-    device = StatefulDevice(pages, max_batch, chunk_tokens, places, interval)
-    for name, *given_ in events:
-        if name == "leave":
-            if device.open:
-                device.leave(device.open[given_[0] % len(device.open)])
-        else:
-            getattr(device, name)(*given_)
-        device.check()
-    for steps in range(1000):
-        if not device.open:
-            break
-        device.step(steps % 2 == 0)
-    assert device.scheduler.idle and device.scheduler.pool.free == pages
+    StatefulDevice(pages, max_batch, chunk_tokens, places, interval).play(events)
 
 
 def test_the_least_recently_used_snapshot_gives_way():

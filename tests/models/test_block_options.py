@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import weft
-from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, check_engine, prompt, reference_logits, relative_rms
 from tests.teacher_forced import all_logits
-from weft.engine import Engine
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.parallel.tensors import NormWeights
@@ -172,11 +171,6 @@ def test_norms_by_one_plus_a_weight_keep_its_bits(make_checkpoint):
     assert torch.equal(k_norm, 1 + reference.model.layers[0].self_attn.k_norm.weight)
 
 
-def answers(team, directory, options):
-    engine = Engine(directory, team, max_batch=2, page_size=16, chunk_tokens=5, max_seq_len=64, **options)
-    return [one.token_ids for one in engine.generate(prompt(3, 9).tolist(), max_tokens=12, ignore_eos=True)]
-
-
 @pytest.mark.parametrize(
     ("name", "world_size", "options"),
     [
@@ -187,10 +181,7 @@ def answers(team, directory, options):
     ],
 )
 def test_an_engine_answers_as_transformers_does(make_checkpoint, plain_ops, name, world_size, options):
-    directory, reference = make_checkpoint(**FAMILIES[name])
-    expected = reference_greedy(reference, prompt(3, 9), 12).tolist()
-    for token_ids in weft.simulate(answers, world_size, args=(directory, options)):
-        assert token_ids == expected
+    check_engine(make_checkpoint(**FAMILIES[name]), world_size, options)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2"])

@@ -1,10 +1,13 @@
 """Models whose layers are split over stages answer as one rank does, whatever the requests ask for."""
 
+import itertools
+
 import pytest
 import torch
 
 import weft
 from tests.against_transformers import prompt
+from tests.sampled import sampled
 from weft.engine import Engine, SamplingParams
 from weft.engine.answers import join_pieces
 from weft.models.builtin import PATHS
@@ -64,18 +67,14 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("model", "shape", "mode"), SAMPLE)
+MODES = ("replicated", "sequence_parallel", "reference")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "mode"),
+    sampled(dict.fromkeys((*SAMPLE, *itertools.product(MODELS, SHAPES, MODES))), lambda *one: one in SAMPLE),
+)
 def test_stages_answer_as_one_rank(make_checkpoint, plain_ops, model, shape, mode):
-    world_size, node_size, stages = shape
-    directory, _ = make_checkpoint(**MODELS[model], num_hidden_layers=max(stages, 3))
-    check(directory, world_size, node_size, {"pipeline_parallel": stages, "mode": mode})
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel", "reference"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("model", MODELS)
-def test_all_stages_answer_as_one_rank(make_checkpoint, plain_ops, model, shape, mode):
     world_size, node_size, stages = shape
     directory, _ = make_checkpoint(**MODELS[model], num_hidden_layers=max(stages, 3))
     check(directory, world_size, node_size, {"pipeline_parallel": stages, "mode": mode})

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from weft.errors import InvalidAccess
 from weft.ops.case import Case, Draw, Inputs, error_bound, lay_out
-from weft.ops.op import find_op
+from weft.ops.op import Op, find_op
 
 Results = list[tuple[Case, int, Any]]
 
@@ -54,6 +55,19 @@ def run_cases(team: Any, cases: Iterable[Case], calls: int = 3) -> Results:
     for case, call, result in results:
         check(case, team.rank, everyone_of(case, call), result, what=f"call {call}")
     return results
+
+
+def a_case_fails(ops: Iterable[Op], field: str) -> bool:
+    """True if a case of one rank with this field fails; the rest would only cost time."""
+    for op in ops:
+        for case in op.cases():
+            if case.field(field):
+                inputs = inputs_of(case, 0)
+                try:
+                    check(case, 0, [inputs], op.call(case, None, *inputs))
+                except (AssertionError, InvalidAccess):
+                    return True
+    return False
 
 
 def check_replicated(by_rank: Sequence[Results]) -> None:

@@ -6,12 +6,11 @@ import triton.language as tl
 
 import weft
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
-from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.checking import a_case_fails, assert_close, assert_identical
 from tests.ops.gemm.quantized import H200, alone
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
-from weft.errors import InvalidAccess
 from weft.kernels import four_bit_tile
 from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.four_bit_tile import Grid
@@ -106,19 +105,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def cases_fail():
-    """True if a case with a weight in 4 bits fails."""
-    for op in (GROUPED_MATMUL_SILU_MUL, GROUPED_MATMUL):
-        for case in op.cases():
-            if case.field("four_bit"):
-                inputs = inputs_of(case, 0)
-                try:
-                    check(case, 0, [inputs], op.call(case, None, *inputs))
-                except (AssertionError, InvalidAccess):
-                    return True
-    return False
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     module, old, new = MUTANTS[name]
@@ -127,7 +113,7 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
         place = f"from {four_bit_tile.__name__} import"
         mutant = mutated(kernel, place, f"from {mutant.__name__} import", "experts_by_mutant_of_4_bits", tmp_path)
     monkeypatch.setattr(gemms, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
-    assert alone(cases_fail)
+    assert alone(lambda: a_case_fails((GROUPED_MATMUL_SILU_MUL, GROUPED_MATMUL), "four_bit"))
 
 
 def test_wrong_arguments_are_refused():

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import weft
 from tests.compiling import SHARED, stack_bytes
-from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.checking import a_case_fails, assert_close, assert_identical
+from tests.ops.gemm.quantized import alone
 from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated
 from tests.ops.moe.test_moe_ops import SCHEDULE, built_grouped
 from weft import ops
@@ -57,10 +57,6 @@ def reference(x, weight, ids, gated):
             part = torch.nn.functional.silu(gate) * up
         parts.append(part)
     return torch.cat(parts)
-
-
-def alone(main):
-    return weft.simulate(lambda team: main(), 1)[0]
 
 
 def close(out, expected, K, gated, what=""):
@@ -206,19 +202,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def cases_fail():
-    """True if a case with fp8 weights fails."""
-    for op in (find_op("grouped_matmul_silu_mul"), find_op("grouped_matmul")):
-        for case in op.cases():
-            if case.field("block_fp8"):
-                inputs = inputs_of(case, 0)
-                try:
-                    check(case, 0, [inputs], op.call(case, None, *inputs))
-                except (AssertionError, InvalidAccess):
-                    return True
-    return False
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     module, old, new = MUTANTS[name]
@@ -227,7 +210,7 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
         place = f"from {fp8_tile.__name__} import"
         mutant = mutated(grouped_kernel, place, f"from {mutant.__name__} import", "experts_by_mutant", tmp_path)
     monkeypatch.setattr(grouped, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
-    assert alone(cases_fail)
+    assert alone(lambda: a_case_fails((find_op("grouped_matmul_silu_mul"), find_op("grouped_matmul")), "block_fp8"))
 
 
 WRITTEN_MUTANTS = {
@@ -254,7 +237,7 @@ def test_the_cases_catch_rows_with_the_scales_of_the_call_before(monkeypatch):
         return rows._replace(scales=torch.full_like(rows.scales, 0.01))
 
     monkeypatch.setattr(grouped, "quantized_for", stale)
-    assert alone(cases_fail)
+    assert alone(lambda: a_case_fails((find_op("grouped_matmul_silu_mul"), find_op("grouped_matmul")), "block_fp8"))
 
 
 # --- refused arguments --------------------------------------------------------------------------------------------------

@@ -26,6 +26,29 @@ def heads_of(world_size):
     return {"num_attention_heads": 6, "kv_heads": 3} if world_size == 3 else {"kv_heads": 2}
 
 
+def made_once(make_checkpoint, tmp_path_factory, sizes, write):
+    """made(format, family, world_size, ...) -> (directory, source, transformers' model of 16 bits, tensors by ``write``)"""
+    found = {}
+
+    def make(name, family="Qwen3", world_size=1, **changes):
+        key = name, family, world_size == 3, str(sorted(changes.items()))
+        if key not in found:
+            source, model = make_checkpoint(family, **sizes | heads_of(world_size) | changes)
+            directory = tmp_path_factory.mktemp(name)
+            found[key] = directory, source, model, write(directory, source, name)
+        return found[key]
+
+    return make
+
+
+def content_of(quantization):
+    """config.json of a model with this quantization_config."""
+    return {
+        "model_type": "llama", "vocab_size": 100, "hidden_size": 4096, "intermediate_size": 8192,
+        "num_hidden_layers": 2, "num_attention_heads": 32, "dtype": "bfloat16", "quantization_config": quantization,
+    }  # fmt: skip
+
+
 def answers(team, directory, mode, tokens, steps, fused, options):
     model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, **options)
     return all_logits(model, tokens), greedy(model, tokens.tolist(), steps)

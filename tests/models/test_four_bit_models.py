@@ -8,7 +8,7 @@ from tests.against_transformers import FAMILIES, prompt, reference_greedy, refer
 from tests.four_bit_checkpoints import CONFIGS, reference, write
 from tests.models.test_adapters import ATTENTION, MLP, make_adapter, of_rows
 from tests.models.test_fp8_models import MODES, SIZES, adapted_logits
-from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
+from tests.quantized_checkpoints import answers, check_cut, heads_of, made_once, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
 from weft.models import Decoder
@@ -27,18 +27,7 @@ MIXTURES = {
 
 @pytest.fixture(scope="session")
 def in_four_bits(make_checkpoint, tmp_path_factory):
-    """in_four_bits(format, family, world_size, ...) -> (directory, source, transformers' model of 16 bits, matrices)"""
-    made = {}
-
-    def make(name, family="Qwen3", world_size=1, **changes):
-        key = name, family, world_size == 3, str(sorted(changes.items()))
-        if key not in made:
-            source, model = make_checkpoint(family, **SIZES | heads_of(world_size) | changes)
-            directory = tmp_path_factory.mktemp(name)
-            made[key] = directory, source, model, write(directory, source, name)
-        return made[key]
-
-    return make
+    return made_once(make_checkpoint, tmp_path_factory, SIZES, write)
 
 
 def check(directory, model, matrices, mode, world_size, *, batch=2, steps=8, fused=False, **options):

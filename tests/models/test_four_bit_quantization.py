@@ -8,6 +8,7 @@ import weft
 from tests.against_transformers import DELTA_NETS
 from tests.four_bit_checkpoints import CHANNEL, CONFIGS, GROUP, MX, WEIGHTS, compressed, write
 from tests.models.test_fp8_models import SIZES
+from tests.quantized_checkpoints import content_of
 from weft.errors import CheckpointError
 from weft.models import Decoder
 from weft.models.config import DecoderConfig
@@ -132,16 +133,9 @@ def test_tensors_that_do_not_fit_are_named(make_checkpoint, tmp_path, change, me
         weft.simulate(main, 1)
 
 
-def _content(quantization):
-    return {
-        "model_type": "llama", "vocab_size": 100, "hidden_size": 4096, "intermediate_size": 8192,
-        "num_hidden_layers": 2, "num_attention_heads": 32, "dtype": "bfloat16", "quantization_config": quantization,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("name", "bits"), [("mxfp4", 4.25), ("int4", 4.25), ("int4-channel", 4)])
 def test_weights_in_4_bits_need_half_a_byte_and_a_share_of_a_scale(name, bits):
-    config, embeddings = DecoderConfig.from_dict(_content(CONFIGS[name])), 2 * 100 * 4096
+    config, embeddings = DecoderConfig.from_dict(content_of(CONFIGS[name])), 2 * 100 * 4096
     in_layers = config.parameters - embeddings
     assert config.weight_bytes(range(2), torch.bfloat16) == int(in_layers * bits / 8) + 2 * embeddings
 
@@ -164,7 +158,7 @@ def test_projections_of_gated_delta_nets_and_gated_attention_count_as_16_bits():
 
 
 def test_random_weights_are_as_large_as_those_of_16_bits():
-    content = _content(None) | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    content = content_of(None) | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
     def main(team, config, quantization):
         model = Decoder(config, team, mode="reference", quantization=quantization).fill_dummy()
@@ -178,7 +172,7 @@ def test_random_weights_are_as_large_as_those_of_16_bits():
 
 
 def test_a_rank_s_edge_within_a_byte_is_refused():
-    content = _content(None) | {
+    content = content_of(None) | {
         "hidden_size": 128,
         "intermediate_size": 25 * 3,
         "num_attention_heads": 3,

@@ -11,7 +11,7 @@ import weft
 from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
 from tests.fp8_checkpoints import CONFIGS, reference, write
 from tests.models.test_adapters import ATTENTION, MLP, make_adapter
-from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
+from tests.quantized_checkpoints import answers, check_cut, heads_of, made_once, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
 from weft.models import Decoder
@@ -33,22 +33,11 @@ SIZES = {
 
 @pytest.fixture(scope="session")
 def in_fp8(make_checkpoint, tmp_path_factory):
-    """in_fp8(format, family, world_size, ...) -> (directory, transformers' model of 16 bits, tensors)"""
-    made = {}
-
-    def make(name, family="Qwen3", world_size=1, **changes):
-        key = name, family, world_size == 3, str(sorted(changes.items()))
-        if key not in made:
-            source, model = make_checkpoint(family, **SIZES | heads_of(world_size) | changes)
-            directory = tmp_path_factory.mktemp(name)
-            made[key] = directory, model, write(directory, source, name)
-        return made[key]
-
-    return make
+    return made_once(make_checkpoint, tmp_path_factory, SIZES, write)
 
 
 def check(made, name, mode, world_size, *, batch=2, steps=12, fused=False, expert_ranks=1, seed=0, **options):
-    directory, model, tensors = made
+    directory, *_, model, tensors = made
     expected = reference(model, tensors, name, world_size, expert_ranks)
     tokens = prompt(batch, 9, seed)
     logits, ids = reference_logits(expected, tokens), reference_greedy(expected, tokens, steps)
@@ -180,7 +169,7 @@ def adapted_logits(team, directory, adapter, tokens, options):
     ],
 )
 def test_adapters_take_the_rows_that_fp8_matrices_round(in_fp8, plain_ops, tmp_path, name, world_size, targets, mode):
-    directory, model, tensors = in_fp8(name, world_size=world_size)
+    directory, _, model, tensors = in_fp8(name, world_size=world_size)
     make_adapter(tmp_path / "one", model, targets, 4, 1)
     base = reference(model, tensors, name, world_size)
     tokens = prompt(2, 9)
@@ -198,7 +187,7 @@ def test_adapters_take_the_rows_that_fp8_matrices_round(in_fp8, plain_ops, tmp_p
 @pytest.mark.parametrize("name", ["block", "channel"])
 def test_adapters_over_fp8_by_simulated_kernels(in_fp8, tmp_path, name):
     """Kernels before adapted matrices write rows of 16 bits, others rows of fp8."""
-    directory, model, tensors = in_fp8(name)
+    directory, _, model, tensors = in_fp8(name)
     make_adapter(tmp_path / "one", model, ["v_proj", "o_proj", "gate_proj"], 4, 1)
     tokens, base = prompt(2, 3), reference(model, tensors, name, 2)
     plain = zip((base, with_adapter(base, tmp_path / "one")), tokens, strict=True)
@@ -238,7 +227,7 @@ def logits_in_bf16(team, directory, mode, fused, tokens):
 )
 def test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights(in_fp8, monkeypatch, name, mode):
     """They are as near to the plain model as torch's operations with the same rounding of 16-bit rows."""
-    directory, model, tensors = in_fp8(name)
+    directory, _, model, tensors = in_fp8(name)
     tokens = prompt(2, 9)
     expected = reference_logits(reference(model, tensors, name, 2), tokens)
     by_torch = weft.simulate(logits_in_bf16, 2, args=(directory, "reference", False, tokens))[0]
@@ -280,7 +269,7 @@ def test_experts_of_16_bit_rows_go_to_kernels_that_take_fp8_weights(
     changes = {key: value for key, value in MIXTURES[family].items() if key not in ("family", "kv_heads")}
     changes |= {"moe_intermediate_size": 256, "num_hidden_layers": 1}
     changes |= {"shared_expert_intermediate_size": 256} if family == "qwen2-moe" else {}
-    directory, model, tensors = in_fp8(name, MIXTURES[family]["family"], world_size, **changes)
+    directory, _, model, tensors = in_fp8(name, MIXTURES[family]["family"], world_size, **changes)
     tokens = prompt(2, 5)
     over = {"whole": 1, "slices": world_size}.get(layout) or layout[1]
     expected = reference_logits(reference(model, tensors, name, world_size, over), tokens)
@@ -307,7 +296,7 @@ def test_dequantized_weights_are_bit_for_bit_those_of_one_rank(in_fp8, name, wor
 
 def test_bytes_and_scales_are_as_downloaded(in_fp8):
     """One rank's blocks are the checkpoint's where they are whole, and merged in the order of the GEMM."""
-    directory, _, tensors = in_fp8("block", intermediate_size=256)
+    directory, _, _, tensors = in_fp8("block", intermediate_size=256)
 
     def main(team):
         mlp = Decoder.from_pretrained(directory, team, mode="reference").layers[0].weights.mlp
@@ -397,7 +386,7 @@ def another_input_scale(model):
     [("block", swap_scales), ("block", transpose_scales), ("channel", swap_scales), ("static", another_input_scale)],
 )
 def test_of_the_test_a_wrong_scale_is_beyond_the_tolerance(in_fp8, name, mutate):
-    directory, model, tensors = in_fp8(name)
+    directory, _, model, tensors = in_fp8(name)
     tokens = prompt(2, 9)
     expected = reference_logits(reference(model, tensors, name), tokens)
 

@@ -7,6 +7,7 @@ import torch
 
 import weft
 from tests.fp8_checkpoints import CONFIGS, compressed, quantized, write
+from tests.quantized_checkpoints import content_of
 from weft.errors import CheckpointError, ModelTooLarge
 from weft.models import Checkpoint, Decoder, DecoderConfig
 from weft.models.memory import check_memory
@@ -243,7 +244,7 @@ def test_weights_made_fp8_at_load_are_those_of_the_whole_model(make_checkpoint, 
 
 
 def test_a_checkpoint_in_fp8_is_not_made_fp8_otherwise():
-    config = DecoderConfig.from_dict(_content(CONFIGS["channel"]))
+    config = DecoderConfig.from_dict(content_of(CONFIGS["channel"]))
     assert config.quantized("fp8") is config
     with pytest.raises(ValueError, match="quantization='fp8_per_block', but the weights are in fp8 by quant_method="):
         config.quantized("fp8_per_block")
@@ -255,15 +256,8 @@ def test_a_checkpoint_in_fp8_is_not_made_fp8_otherwise():
         config.quantized("int8")
 
 
-def _content(quantization):
-    return {
-        "model_type": "llama", "vocab_size": 100, "hidden_size": 4096, "intermediate_size": 8192,
-        "num_hidden_layers": 2, "num_attention_heads": 32, "dtype": "bfloat16", "quantization_config": quantization,
-    }  # fmt: skip
-
-
 def test_weights_in_fp8_need_a_byte_each(monkeypatch):
-    config = DecoderConfig.from_dict(_content(CONFIGS["block"]))
+    config = DecoderConfig.from_dict(content_of(CONFIGS["block"]))
     layers = range(2)
     embeddings = 2 * 100 * 4096
     in_layers = config.parameters - embeddings
@@ -278,7 +272,7 @@ def test_weights_in_fp8_need_a_byte_each(monkeypatch):
 
 
 def test_random_weights_in_fp8_are_as_large_as_those_of_16_bits():
-    content = _content(CONFIGS["static"]) | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    content = content_of(CONFIGS["static"]) | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
     def main(team, config, quantization):
         model = Decoder(config, team, mode="reference", quantization=quantization).fill_dummy()

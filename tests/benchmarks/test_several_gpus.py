@@ -12,27 +12,9 @@ from weft.cli import app
 from weft.tune.command import TuneFlags
 
 STEPS = (
-    "check",
-    "machine",
-    "suite",
-    "collectives",
-    "gemms",
-    "layers",
-    "models",
-    "train",
-    "doors",
-    "moe",
-    "long",
-    "nodes",
-    "bits",
-    "start",
-    "adapters",
-    "engines",
-    "vllm",
-    "regret",
-    "plans",
-    "tune",
-)
+    "check", "machine", "suite", "collectives", "gemms", "layers", "models", "train", "doors", "moe", "long", "nodes",
+    "bits", "start", "adapters", "engines", "vllm", "regret", "plans", "tune",
+)  # fmt: skip
 SWITCHES = "--eager", "--check", "--breakdown", "--nodes", "--random-cache"
 
 
@@ -75,20 +57,10 @@ def test_every_command_is_valid(tmp_path, world_size):
         elif command == "tune":
             assert TuneFlags(ops=split(words)[0]).shapes_by_op()
     assert modules == {
-        "weft",
-        "pytest",
-        "tests.gpu.suite",
-        "benchmarks.engines",
-        "benchmarks.doors.torch_tp",
-        "benchmarks.doors.transformers_llama",
-        "benchmarks.serving",
-        "benchmarks.lab.adapters",
-        "benchmarks.lab.sliced",
-        "benchmarks.lab.spread_prompts",
-        "benchmarks.planned_steps",
-        "benchmarks.start_up",
-        "scripts.soak",
-    }
+        "weft", "pytest", "tests.gpu.suite", "benchmarks.engines", "benchmarks.doors.torch_tp",
+        "benchmarks.doors.transformers_llama", "benchmarks.serving", "benchmarks.lab.adapters", "benchmarks.lab.sliced",
+        "benchmarks.lab.spread_prompts", "benchmarks.planned_steps", "benchmarks.start_up", "scripts.soak",
+    }  # fmt: skip
     main = {name for folder, name in measured if folder == f"benchmarks/results/h200-x{world_size}"}
     before = {file.name.split(".")[0] for file in (FOLDER / "results" / f"h200-x{world_size}").glob("*.json")}
     assert before - {"model"} <= main  # whole models have folders of their own

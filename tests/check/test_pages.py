@@ -26,19 +26,8 @@ def test_a_picture_has_both_sides_and_the_missing_arrow(report):
     (found,) = report.wrong
     rows = picture(found.finding)
     assert rows[0].split() == [
-        "rank",
-        "0",
-        "kernel",
-        "publish",
-        "program",
-        "0",
-        "rank",
-        "1",
-        "kernel",
-        "publish",
-        "program",
-        "0",
-    ]
+        "rank", "0", "kernel", "publish", "program", "0", "rank", "1", "kernel", "publish", "program", "0",
+    ]  # fmt: skip
     store, release, load = (
         next(i for i, row in enumerate(rows) if text in row) for text in ("* store", "o atomic xchg", "* load")
     )

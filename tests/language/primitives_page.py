@@ -21,19 +21,9 @@ from tests.language import examples
 PAGE = Path(__file__).parent.parent.parent / "docs" / "primitives.md"
 # Modules in the order of the page; others follow.
 ORDER = (
-    "coordinates",
-    "signals",
-    "waits",
-    "grid",
-    "epochs",
-    "channels",
-    "bulk",
-    "ordering",
-    "lamport",
-    "hints",
-    "spans",
+    "coordinates", "signals", "waits", "grid", "epochs", "channels", "bulk", "ordering", "lamport", "hints", "spans",
     "multimem",
-)
+)  # fmt: skip
 
 
 # Of parameters or fields, in front of a line that describes them.

@@ -140,15 +140,7 @@ ONE_LAYER = {
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
         for name in (
-            "qwen3-window",
-            "olmo3",
-            "gemma2",
-            "gemma3",
-            "gpt-oss",
-            "exaone4",
-            "cwm",
-            "ministral",
-            "vaultgemma",
+            "qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss", "exaone4", "cwm", "ministral", "vaultgemma",
         )
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
@@ -160,7 +152,7 @@ ONE_LAYER = {
     "exaone4-no-window": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "hunyuan-moe": {"num_hidden_layers": 1, "moe_topk": [3]},
     "glm4-moe-lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
-}
+}  # fmt: skip
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),

@@ -17,13 +17,8 @@ RUN = {name: content for name, content in CONFIGS.items() if content["model_type
 def test_seventy_published_configs_of_all_kinds_are_read():
     assert len(RUN) >= 70
     assert {content["model_type"] for content in RUN.values()} >= {
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    }
+        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -281,16 +281,8 @@ def test_several_ops_in_one_launch(tmp_path):
 def test_shapes_and_flags_belong_to_those_that_take_them(tmp_path):
     """--shapes to ops without their own, --check and --mode to layers and models, providers to those that have them."""
     words = [
-        "gemm",
-        "ag-gemm@4,16,16",
-        "mlp@decode:1x3",
-        "--shapes",
-        "3,16,16",
-        "--mode",
-        "gemm_ar",
-        "--check",
-        "--check-only",
-    ]
+        "gemm", "ag-gemm@4,16,16", "mlp@decode:1x3", "--shapes", "3,16,16", "--mode", "gemm_ar", "--check", "--check-only",
+    ]  # fmt: skip
     result = CliRunner().invoke(
         app, [*words, "--providers", "weft.auto,weft.sequence_parallel", "--json", str(tmp_path / "x")]
     )

@@ -12,20 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 
 CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 257,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 50.0,
-    "max_position_embeddings": 96,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
+    "model_type": "qwen3", "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 50.0,
+    "max_position_embeddings": 96, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

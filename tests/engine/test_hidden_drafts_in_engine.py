@@ -225,16 +225,10 @@ def with_the_token_before(engine):
 
 
 PLANTED = [
-    ("eagle3", of_another_layer),
-    ("eagle3", of_the_token_after),
-    ("mtp", of_the_token_after),
-    ("eagle3", without_map),
-    ("eagle3", with_rows_of_rejected_drafts),
-    ("mtp", with_rows_of_rejected_drafts),
-    ("eagle3", by_a_slice_of_the_head),
-    ("eagle3", with_the_token_before),
-    ("mtp", with_the_token_before),
-]
+    ("eagle3", of_another_layer), ("eagle3", of_the_token_after), ("mtp", of_the_token_after), ("eagle3", without_map),
+    ("eagle3", with_rows_of_rejected_drafts), ("mtp", with_rows_of_rejected_drafts), ("eagle3", by_a_slice_of_the_head),
+    ("eagle3", with_the_token_before), ("mtp", with_the_token_before),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "plant"), PLANTED, ids=lambda value: getattr(value, "__name__", value))

@@ -19,21 +19,11 @@ from weft.plan import memo
 
 CONFIG = DecoderConfig.from_dict(
     {
-        "model_type": "qwen3",
-        "vocab_size": 60,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 50.0,
-        "max_position_embeddings": 96,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
+        "model_type": "qwen3", "vocab_size": 60, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 50.0,
+        "max_position_embeddings": 96, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }
-)
+)  # fmt: skip
 FIRST = Configuration(batch=3, chunk=96)
 REST = (
     Configuration(batch=1, chunk=16, share=0.4),

@@ -22,15 +22,8 @@ def waits_until(signal, out, value, team, CMP: tl.constexpr):
 
 def test_constants_have_nvshmem_s_names_and_numbers():
     names = {
-        "CMP_EQ": 0,
-        "CMP_NE": 1,
-        "CMP_GT": 2,
-        "CMP_LE": 3,
-        "CMP_LT": 4,
-        "CMP_GE": 5,
-        "SIGNAL_SET": 9,
-        "SIGNAL_ADD": 10,
-    }
+        "CMP_EQ": 0, "CMP_NE": 1, "CMP_GT": 2, "CMP_LE": 3, "CMP_LT": 4, "CMP_GE": 5, "SIGNAL_SET": 9, "SIGNAL_ADD": 10,
+    }  # fmt: skip
     for name, number in names.items():
         assert getattr(wl.shmem, name).value == getattr(wl.shmem, f"NVSHMEM_{name}").value == number
 

@@ -13,15 +13,8 @@ from tests.compiling import a_view, compiled
 
 WIDTHS = {torch.int32: 32, torch.uint32: 32, torch.int64: 64, torch.uint64: 64}
 REFUSED = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.bool,
-]
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.bool,
+]  # fmt: skip
 
 
 @triton.jit

@@ -31,17 +31,10 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "sinks in a window": {"sinks": True, "window": 5, "bias": True},
     "all": {
-        "softcap": 2.0,
-        "scale": 0.5,
-        "window": 20,
-        "output_bias": True,
-        "bias": True,
-        "rotary": 3,
-        "rotated": 12,
-        "interleaved": True,
-        "sinks": True,
+        "softcap": 2.0, "scale": 0.5, "window": 20, "output_bias": True, "bias": True, "rotary": 3, "rotated": 12,
+        "interleaved": True, "sinks": True,
     },
-}
+}  # fmt: skip
 MODES = ("reference", "replicated", "sequence_parallel")
 
 

@@ -18,17 +18,9 @@ from transformers.utils import logging as theirs  # noqa: E402
 
 MODES = ("reference", "sequence_parallel", "replicated", "auto")
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = {
     "Llama": {},
     "Qwen2": {},

@@ -12,16 +12,9 @@ from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, rotary
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": None,
-    "attn_implementation": "eager",
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None, "attn_implementation": "eager",
+}  # fmt: skip
 
 
 def module_of(name, kind, layer=0, **changes):

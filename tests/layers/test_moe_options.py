@@ -78,15 +78,8 @@ def filled(block, config, team, mode, layout):
 
 
 LAYOUTS = [
-    (1, "whole"),
-    (2, "whole"),
-    (2, "slices"),
-    (3, "slices"),
-    (4, (2, 2)),
-    (8, "whole"),
-    (8, (2, 4)),
-    (8, (4, 2)),
-]
+    (1, "whole"), (2, "whole"), (2, "slices"), (3, "slices"), (4, (2, 2)), (8, "whole"), (8, (2, 4)), (8, (4, 2)),
+]  # fmt: skip
 IN_SAMPLE = [
     ("olmoe", 2, "whole"), ("granitemoe", 3, "slices"), ("glm4_moe", 4, (2, 2)), ("glm4_moe raw", 2, "whole"),
     ("deepseek_v3", 2, "slices"), ("deepseek_v2", 2, "whole"), ("deepseek_v2 greedy", 2, "slices"),

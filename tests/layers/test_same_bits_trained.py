@@ -11,19 +11,10 @@ from weft.layers import replace, token_logprobs
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 60, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 # Heads and features of a GPU's usual tiles.
 LARGER = SIZES | {
     "vocab_size": 512,

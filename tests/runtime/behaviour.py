@@ -325,18 +325,10 @@ def sends_of_nothing(team):
 
 
 ALL = [
-    tiles_pushed_behind_a_signal,
-    puts_and_gets,
-    barriers,
-    data_that_are_their_own_flag,
-    flags_behind_copies,
-    chunks_of_kernels,
-    chunks_of_copy_engines,
-    allocation_errors,
-    fresh_tensors_are_pushed_into,
-    teams_within_the_team,
+    tiles_pushed_behind_a_signal, puts_and_gets, barriers, data_that_are_their_own_flag, flags_behind_copies,
+    chunks_of_kernels, chunks_of_copy_engines, allocation_errors, fresh_tensors_are_pushed_into, teams_within_the_team,
     sends_of_nothing,
-]
+]  # fmt: skip
 
 
 def run_all(team):

@@ -35,19 +35,11 @@ FRAGMENTS = {
 # Flags in running text of scripts and of other programs; tests/test_commands.py parses whole commands.
 OTHER_FLAGS = {
     *(
-        "--archives",
-        "--help",
-        "--fit",
-        "--goals",
-        "--page",
-        "--resume",
-        "--servers",
-        "--share-gpus",
-        "--table",
+        "--archives", "--help", "--fit", "--goals", "--page", "--resume", "--servers", "--share-gpus", "--table",
         "--without",
     ),
     *("--enable-deterministic-inference", "--enable-layernorm-sp", "--nproc-per-node", "--tp"),
-}
+}  # fmt: skip
 
 
 def name_of(page):

@@ -66,13 +66,8 @@ def test_experts_of_two_ranks_are_within_eight_percent(rows):
 def test_dense_ops_are_within_eight_percent(rows):
     of = fitted.read()
     known = (
-        "all_gather_matmul",
-        "matmul_reduce_scatter",
-        "matmul_all_reduce",
-        "all_reduce",
-        "all_reduce_rms_norm",
-        "matmul",
-    )
+        "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce", "all_reduce_rms_norm", "matmul",
+    )  # fmt: skip
     for op in (*known, "cublas"):
         for world_size in (2, 4):
             auto = [row for row in rows if (row.op, row.world_size) == (op, world_size) and row.design in ("auto", "")]

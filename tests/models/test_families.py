@@ -515,14 +515,9 @@ def norms_before_rotary(model):
 
 
 ROUTED_MISTAKES = (
-    shared_expert_forgotten,
-    with_gating(scale=1.0),
-    with_gating(groups=1, group_limit=1),
-    with_gating(group_limit=1),
-    with_gating(renormalize=False),
-    with_gating(scoring="softmax"),
-    without_of_mixtures("router_bias"),
-)
+    shared_expert_forgotten, with_gating(scale=1.0), with_gating(groups=1, group_limit=1), with_gating(group_limit=1),
+    with_gating(renormalize=False), with_gating(scoring="softmax"), without_of_mixtures("router_bias"),
+)  # fmt: skip
 ERNIE_MISTAKES = (
     shared_expert_forgotten, with_gating(scoring="sigmoid"), with_gating(renormalize=False), without_of_mixtures("router_bias"),
 )  # fmt: skip

@@ -12,16 +12,8 @@ from weft.serve.reply import delta_of, message_of
 
 NOW = {"type": "function", "function": {"name": "now"}}
 MARKS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-)
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,24 +14,8 @@ NESTED = ["x"]
 for _ in range(200):
     NESTED = [NESTED]
 VALUES = (
-    None,
-    True,
-    0,
-    -1,
-    0.5,
-    1e999,
-    10**400,
-    "",
-    "x",
-    "\ud800",
-    [],
-    [0],
-    ["x"],
-    {},
-    {"x": 1},
-    {"type": "x"},
-    NESTED,
-)
+    None, True, 0, -1, 0.5, 1e999, 10**400, "", "x", "\ud800", [], [0], ["x"], {}, {"x": 1}, {"type": "x"}, NESTED,
+)  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}
 ALLOWED = {"type": "function", "function": {"name": "add"}, "name": "add"}

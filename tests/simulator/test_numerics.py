@@ -58,23 +58,8 @@ def samples(name: str) -> np.ndarray:
         return np.concatenate([random.view(np.int64), small, random.view(np.int64) >> 40]).astype(dtype)
     everywhere = (random >> np.uint64(64 - 8 * dtype.itemsize)).astype(numerics.BITS[dtype.itemsize]).view(dtype)
     special = [
-        0.0,
-        -0.0,
-        np.inf,
-        -np.inf,
-        np.nan,
-        448,
-        464,
-        465,
-        480,
-        57344,
-        61440,
-        65504,
-        65519,
-        65520,
-        2.0**-149,
-        2**-24,
-    ]
+        0.0, -0.0, np.inf, -np.inf, np.nan, 448, 464, 465, 480, 57344, 61440, 65504, 65519, 65520, 2.0**-149, 2**-24,
+    ]  # fmt: skip
     ties = np.arange(1, 2000) * np.float64(2**-9) + 1
     near = rng.normal(size=20_000) * 10.0 ** rng.integers(-6, 6, 20_000)
     return np.concatenate(

@@ -209,16 +209,8 @@ HARD = (
 def test_a_chat_with_a_tokenizer_of_its_class_has_the_ids_of_transformers(tmp_path, made, named, model_type):
     transformers = pytest.importorskip("transformers", minversion="5.24")
     merges = [
-        ("Ġ", "a"),
-        ("b", "c"),
-        ("1", "2"),
-        ("12", "3"),
-        ("Ġ", "Ġ"),
-        ("Ã", "©"),
-        ("'", "t"),
-        ("Ċ", "Ċ"),
-        ("Ġ", "bc"),
-    ]
+        ("Ġ", "a"), ("b", "c"), ("1", "2"), ("12", "3"), ("Ġ", "Ġ"), ("Ã", "©"), ("'", "t"), ("Ċ", "Ċ"), ("Ġ", "bc"),
+    ]  # fmt: skip
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges), "<|endoftext|>"]
     special = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": TEMPLATE}
     vocabulary = {piece: number for number, piece in enumerate(pieces)}

@@ -59,8 +59,9 @@ def make(kind):
         torch.nn.init.normal_(buffer, std=0.3)
     content = {"norm_topk_prob": False} | content
     return block, SimpleNamespace(
-        hidden_size=32, experts=experts(content), family=SimpleNamespace(weights=names), intermediate_size=48
-    )
+        hidden_size=32, intermediate_size=48, experts=experts(content), family=SimpleNamespace(weights=names),
+        has_experts=lambda layer: True,
+    )  # fmt: skip
 
 
 def whole(module, x):

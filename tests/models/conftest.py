@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.parallel import plain, step_plan
+from weft.layers import moe
+from weft.models import decoder
+from weft.parallel import plain, vocabulary
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +69,11 @@ def make_checkpoint(tmp_path_factory):
     return make
 
 
+def by_torch(plan):
+    """``plan`` with torch's operations between the ops where nothing is asked for."""
+    return lambda *given, fused=None, **options: plan(*given, fused=bool(fused), **options)
+
+
 @pytest.fixture
 def plain_ops(monkeypatch):
     """weft.ops by their definitions, to test the modes' shapes and padding without simulating each tile."""
@@ -118,6 +125,7 @@ def plain_ops(monkeypatch):
         Dispatched=lambda rows, routing, experts: routing,
         grouped_matmul_reduce_scatter=grouped_matmul_reduce_scatter,
     )
-    monkeypatch.setattr(step_plan, "_local", lambda team, fused: step_plan.FUSED if fused else step_plan.PLAIN)
+    for module, name in ((decoder, "plan_step"), (vocabulary, "plan_layer"), (moe, "plan_layer")):
+        monkeypatch.setattr(module, name, by_torch(getattr(module, name)))
     for module in ("replicated", "sequence_parallel", "adapters", "vocabulary", "context"):
         monkeypatch.setattr(f"weft.parallel.{module}.ops", by_definition)

@@ -92,18 +92,19 @@ def test_plans_of_many_tokens():
         return [op.plan(call, here).name for op, call in calls]
 
     for world_size in (2, 4):
-        few = "lamport" if world_size == 2 else "sum_then_scatter"
-        assert names(256, 8, world_size) == names(512, 8, world_size) == ["lamport", few]
+        assert names(256, 8, world_size) == names(512, 8, world_size) == ["lamport"] * 2
         assert names(4096, 1, world_size) == ["push"] * 2
     assert names(1024, 8, 2) == ["lamport"] * 2
     assert names(2048, 8, 2) == ["push", "lamport"]
     assert names(4096, 8, 2, 2 << 30) == names(8192, 8, 2) == ["pipelined", "lamport"]
-    assert names(4096, 8, 4, 2 << 30) == ["push", "pipelined"]
-    assert names(4096, 8, 4, 1 << 30) == ["push", "sum_then_scatter"]  # no room for copies
+    assert names(4096, 8, 4, 2 << 30) == names(4096, 8, 4, 1 << 30) == ["push", "lamport"]
+    # More than 256 MiB in all.
+    assert names(5000, 8, 4, 4 << 30) == ["push", "pipelined"]
+    assert names(5000, 8, 4, 1 << 30)[1] == "sum_then_scatter"  # no room for copies
     assert names(8192, 8, 4, 2 << 30)[0] == "push"
     assert names(16384, 8, 4, 2 << 30) == ["lamport", "sum_then_scatter"]  # nor for rows that are pushed
     four = machine(caps, 4, heap_bytes=2 << 30)
-    for tokens, name in ((4096, "pipelined"), (16384, "sum_then_scatter")):
+    for tokens, name in ((4096, "lamport"), (5000, "push"), (16384, "sum_then_scatter")):
         call = MOE_COMBINE.call_of((tokens, 8, 7168), torch.bfloat16, four)
         assert MOE_COMBINE.plan(call._replace(weighted=False), four).name == name
     one = machine(caps, 1)

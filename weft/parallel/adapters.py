@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from weft.ops.gemm.add_adapters import by_torch
 from weft.parallel import fused
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import gemm_operands, linear
-from weft.parallel.recipe import Recipe
+from weft.parallel.recipe import Cache, Hidden, Recipe
 from weft.parallel.replicated import FusedNorm, Replicated
 from weft.parallel.tensors import AttentionWeights, PartialSum
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.parallel.tensors import LayerWeights, Lora, Matrix, MLPWeights
     from weft.runtime.team.team import Team
-
-Cache = tuple[Tensor, ...]
 
 
 def with_adapters(recipe: Recipe, team: Team) -> AdaptedNorm | Adapted:
@@ -66,28 +64,26 @@ def mlp_summand(x: Tensor | Fp8, w: MLPWeights, adapters: Tensor | None, local: 
     return adapted_matmul(gated, w.down, w.down_lora, adapters, local)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedNorm(FusedNorm):
-    """``FusedNorm`` with adapters, without split-K partials and deferred scales: few tokens.
+class OfAdapters(Recipe):
+    """Part of both recipes. rows: adapter of each row, of the step that runs."""
 
-    rows  adapter of each row, of the step that runs
-    """
+    __slots__ = ()
+    rows: Tensor | None
+
+    def decoder_layer(
+        self, x: Hidden, residual: Hidden, w: LayerWeights, step: Step, *more: Any
+    ) -> tuple[Hidden, Hidden]:
+        of_step = replace(self, rows=step.adapters)  # type: ignore[type-var]  # subclasses are dataclasses
+        return super(OfAdapters, of_step).decoder_layer(x, residual, w, step, *more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedNorm(OfAdapters, FusedNorm):
+    """``FusedNorm`` with adapters, without split-K partials and deferred scales: few tokens."""
 
     deferred_scale: bool = False
     rows: Tensor | None = field(default=None, compare=False)
     name: ClassVar[str] = "replicated"
-
-    def decoder_layer(
-        self,
-        x: PartialSum | Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[PartialSum | Tensor, Tensor]:
-        of_step = replace(self, rows=step.adapters)
-        return FusedNorm.decoder_layer(of_step, x, residual, w, step, cache, inputs)
 
     def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         if not isinstance(w, AttentionWeights):  # latents and delta nets have no adapters
@@ -105,25 +101,10 @@ class AdaptedNorm(FusedNorm):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted(Replicated):
-    """``Replicated`` with adapters: a GEMM, adapters, and of a row-parallel one the all-reduce.
-
-    rows  as of ``AdaptedNorm``
-    """
+class Adapted(OfAdapters, Replicated):
+    """``Replicated`` with adapters: a GEMM, adapters, and of a row-parallel one the all-reduce."""
 
     rows: Tensor | None = field(default=None, compare=False)
-
-    def decoder_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        w: LayerWeights,
-        step: Step,
-        cache: Cache,
-        inputs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        of_step = replace(self, rows=step.adapters)
-        return Replicated.decoder_layer(of_step, x, residual, w, step, cache, inputs)
 
     def attention(self, x: Tensor | Fp8, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         if not isinstance(w, AttentionWeights):

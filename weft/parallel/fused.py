@@ -427,7 +427,4 @@ def _shared_gated(x: Tensor | Fp8, w: MLPWeights) -> Tensor:
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:
     """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
-    columns = adjusted_logits(ops.matmul(*gemm_operands(x, head.weight)), head)
-    if head.real < head.weight.shape[0]:
-        columns[:, head.real :] = float("-inf")
-    return columns
+    return adjusted_logits(ops.matmul(*gemm_operands(x, head.weight)), head)

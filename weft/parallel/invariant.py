@@ -17,7 +17,8 @@ from weft.ops.collectives.tree import WORLD_SIZES
 from weft.ops.overlap.matmul_all_reduce import matmul_nodes
 from weft.parallel import invariant_local
 from weft.parallel.quantized import rows_for
-from weft.parallel.replicated import Cache, Replicated
+from weft.parallel.recipe import Cache
+from weft.parallel.replicated import Replicated
 from weft.parallel.step import Step
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -99,13 +100,6 @@ class Invariant(Replicated):
             return self.local.add_norm(self.whole(x), residual, norm, weight)
         options = {"fp8": rows_for(weight, residual.dtype), "invariant": True}
         return ops.all_reduce_rms_norm(x.nodes, residual, norm.weight, norm.eps, self.team, **options)
-
-    def last_norm(
-        self, x: Tensor | SliceNodes, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None
-    ) -> Tensor:
-        if rows is not None:
-            x, residual = x.rows(rows) if isinstance(x, SliceNodes) else x[rows], residual[rows]
-        return self.add_norm(x, residual, norm)[0]
 
     def hand_over(self, x: Tensor | SliceNodes, residual: Tensor, w: LayerWeights) -> Tensor:
         return own_rows(self.whole(x) + residual, self.team)

@@ -117,7 +117,4 @@ def experts(x: Tensor, w: MoEWeights, team: Team) -> tuple[Tensor, Tensor | None
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
-    columns = adjusted_logits(ops.matmul(x, head.weight, invariant=True), head)
-    if head.real < head.weight.shape[0]:
-        columns[:, head.real :] = float("-inf")
-    return columns
+    return adjusted_logits(ops.matmul(x, head.weight, invariant=True), head)

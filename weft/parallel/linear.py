@@ -76,12 +76,24 @@ class Rows:
         return cls(total, team.rank * size, size)
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """Base of both layers. scales: of a quantized ``weight``; lora: adapters (weft.models.adapters), or None."""
+
+    weight: nn.Parameter
+    scales: Fp8Scales | FourBitScales | None
+    lora: Lora | None = None
+
+    @property
+    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
+        """The weight, with its scales if it is quantized."""
+        return self.weight if self.scales is None else self.scales.matrix(self.weight)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM.
 
     formats  of the weights; None: they are in `dtype`
     block    rows at whose multiples blocks of scales may be cut, beside seams and ranks' edges; 0: at none
-    lora     adapters of the weights (weft.models.adapters); None: there are none
     """
 
     def __init__(
@@ -102,13 +114,7 @@ class ColumnParallelLinear(nn.Module):
         format = None if formats is None else formats(tuple(parts))
         self.weight = matrix_parameter(sum(sizes), in_features, team=team, dtype=dtype, format=format)
         self.scales = scales_beside(self.weight, in_features, format, row_edges=[*seams, block])
-        self.lora: Lora | None = None
         self.bias = empty_parameter(sum(sizes), team=team, dtype=dtype) if bias else None
-
-    @property
-    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
-        """The weight, with its scales if it is quantized."""
-        return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
         shards, first = {}, 0
@@ -126,11 +132,10 @@ class ColumnParallelLinear(nn.Module):
         return shards
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum.
 
     bias  [N] or None, for the sum over the ranks
-    lora  as of ``ColumnParallelLinear``
     """
 
     def __init__(
@@ -150,13 +155,7 @@ class RowParallelLinear(nn.Module):
         format = None if formats is None else formats((name,))
         self.weight = matrix_parameter(out_features, local, team=team, dtype=dtype, format=format)
         self.scales = scales_beside(self.weight, local, format, column_edges=[local] if team.size > 1 else [])
-        self.lora: Lora | None = None
         self.bias = empty_parameter(out_features, team=team, dtype=dtype) if bias else None
-
-    @property
-    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
-        """The weight, with its scales if it is quantized."""
-        return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
         shape = (len(self.weight), self.in_features)

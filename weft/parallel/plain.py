@@ -326,15 +326,16 @@ def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Ten
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in fp32, -inf for padding of the vocabulary."""
-    columns = adjusted_logits(linear(x, head.weight), head).float()
-    columns[:, head.real :] = float("-inf")
-    return columns
+    return adjusted_logits(linear(x, head.weight), head).float()
 
 
 def adjusted_logits(columns: Tensor, head: VocabWeights) -> Tensor:
-    """Logits divided and softly capped, as the head says."""
+    """Logits divided and softly capped as the head says, -inf for padding of the vocabulary."""
     columns = columns if head.divisor is None else columns / head.divisor
-    return columns if head.softcap is None else (columns / head.softcap).tanh() * head.softcap
+    columns = columns if head.softcap is None else (columns / head.softcap).tanh() * head.softcap
+    if head.real < head.weight.shape[0]:
+        columns[:, head.real :] = float("-inf")
+    return columns
 
 
 def gather_pages(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:

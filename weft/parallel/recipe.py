@@ -18,6 +18,7 @@ from weft.parallel.tensors import (
     SequenceShard,
     VocabWeights,
     own_rows,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Recipe:
     def last_norm(self, x: Hidden, residual: Hidden, norm: NormWeights, step: Tokens, rows: Tensor | None) -> Tensor:
         """Normed output of the last layer for ``rows``, or for all tokens: whole on each rank, for the head."""
         if rows is not None:
-            x, residual = x[rows], residual[rows]
+            x, residual = rows_of(x, rows), residual[rows]
         normed, _ = self.add_norm(x, residual, norm)
         return normed
 

@@ -21,7 +21,7 @@ from weft.ops.gemm.small_m_rule import is_small
 from weft.parallel import fused
 from weft.parallel.plain import UNGATED, norm_all_heads
 from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
-from weft.parallel.recipe import Recipe, wire_text
+from weft.parallel.recipe import Cache, Recipe, wire_text
 from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
@@ -39,8 +39,6 @@ from weft.parallel.tensors import (
 if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.runtime.team.team import Team
-
-Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +125,9 @@ class FusedNorm(Recipe):
     def last_norm(
         self, x: PartialSum | Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
-        if rows is not None:
-            if isinstance(x, PartialSum) and isinstance(x.summand, ExpertRows):
-                x = PartialSum(fused.summand_of(x.summand))
-            x, residual = x.rows(rows) if isinstance(x, PartialSum) else x[rows], residual[rows]
-        normed, _ = self.add_norm(x, residual, norm)
-        return normed
+        if rows is not None and isinstance(x, PartialSum) and isinstance(x.summand, ExpertRows):
+            x = PartialSum(fused.summand_of(x.summand))
+        return Recipe.last_norm(self, x, residual, norm, step, rows)
 
     def of_single_layers(self) -> Replicated:
         return Replicated(team=self.team, local=self.local, wire=self.wire)
@@ -185,20 +180,13 @@ class FusedNorm(Recipe):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
             rows = x.summand
             beside = {"shared": rows.shared, "gate": rows.gate, "bias": rows.bias}
-            given = (
-                *expert_operands(rows.h, rows.down),
-                rows.schedule,
-                rows.routing,
-                rows.experts,
-                residual,
-                norm.weight,
-                norm.eps,
-            )
+            given = *expert_operands(rows.h, rows.down), rows.schedule, rows.routing, rows.experts
             format = rows_for(weight, residual.dtype)
             if format is not None and format.beside:
                 format = None  # that op writes rows in one form
             beside |= {"factored": self.deferred_scale, "fp8": format}
-            return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside)
+            of_norm = residual, norm.weight, norm.eps
+            return ops.grouped_matmul_all_reduce_rms_norm(*given, *of_norm, self.team, **beside)
         summand, wire = tensor_of(x), self.wire
         if residual is None:  # of an embedding, before the first layer
             residual, wire = torch.zeros_like(summand), "same"

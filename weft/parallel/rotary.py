@@ -19,21 +19,30 @@ from weft.arguments import is_integer, quoted
 # replace 1 / powers, and the attention factor: cosines and sines are multiplied by it. The fields are keys of rope_parameters.
 
 
+class Checked:
+    """Base of scalings, whose fields that are given are checked by RULES."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                _check(field.name, value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class Linear(Checked):
     """Position interpolation: all angles divided by `factor`."""
 
     factor: float
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
     def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
         return 1.0 / powers / self.factor, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3:
+class Llama3(Checked):
     """Scaling of Llama 3.1: angles that turn slowly in the original context are divided by `factor`.
 
     low_freq_factor   turns in the original context up to which an angle is divided
@@ -46,7 +55,7 @@ class Llama3:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        Checked.__post_init__(self)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor!r} is not below high_freq_factor={self.high_freq_factor!r}"
@@ -60,7 +69,7 @@ class Llama3:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yarn:
+class Yarn(Checked):
     """YaRN (arXiv 2309.00071): like Llama3 with a ramp over elements, and an attention factor.
 
     beta_fast, beta_slow    turns in the original context at which the ramp begins and ends
@@ -76,9 +85,6 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
     def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
         head_dim = 2 * len(powers)
@@ -107,7 +113,7 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LongRope:
+class LongRope(Checked):
     """LongRoPE (arXiv 2402.13753): each angle divided by a factor, and an attention factor.
 
     short_factor, long_factor  of each angle, where the longest sequence is at most original_max_position_embeddings, and where
@@ -122,9 +128,6 @@ class LongRope:
     original_max_position_embeddings: int
     factor: float
     attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
     def frequencies(self, powers: Tensor, positions: int | None) -> tuple[Tensor, float]:
         """positions  of the longest sequence; None: no more than the original ones"""
@@ -141,13 +144,10 @@ class LongRope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NtkAlpha:
+class NtkAlpha(Checked):
     """NTK-aware scaling by a fixed `alpha`, which stretches the base: "dynamic" in Hunyuan's files."""
 
     alpha: float
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
     def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
         if (head_dim := 2 * len(powers)) == 2:
@@ -338,41 +338,35 @@ def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_mscale(value: object) -> bool:
-    return _is_number(value, 0, 0) or _is_number(value, 1e-6, 1e6)
+def _is_factor(value: object) -> bool:
+    return _is_number(value, 1e-6, 1e6)
 
 
-def _are_numbers(values: object) -> bool:
-    return isinstance(values, tuple) and all(_is_number(value, 1e-6, 1e6) for value in values)
-
-
+Rule = tuple[str, Callable[[Any], bool]]
+OF_THE_REST: Rule = ("a number from 0.000001 to 1000000", _is_factor)
+_MSCALE: Rule = ("a number from 0.000001 to 1000000, or 0", lambda value: _is_number(value, 0, 0) or _is_factor(value))
+_FACTORS: Rule = (
+    "a list of numbers from 0.000001 to 1000000",
+    lambda values: isinstance(values, tuple) and all(map(_is_factor, values)),
+)
 # What a file may name and still give finite angles.
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+RULES: dict[str, Rule] = {
     "rope_theta": ("a positive number that is finite", lambda value: _is_number(value, 5e-324, sys.float_info.max)),
     "factor": ("a number from 1 to 1000000", lambda value: _is_number(value, 1, 1e6)),
     "original_max_position_embeddings": (
         "a positive integer below 2**31",
         lambda value: is_integer(value) and 0 < value < 1 << 31,
     ),
-    **dict.fromkeys(
-        ("mscale", "mscale_all_dim"), ("a number from 0.000001 to 1000000, or 0", lambda value: _is_mscale(value))
-    ),
+    "mscale": _MSCALE,
+    "mscale_all_dim": _MSCALE,
     "truncate": ("true or false", lambda value: isinstance(value, bool)),
     "partial_rotary_factor": ("a number above 0 and up to 1", lambda value: _is_number(value, 1e-6, 1)),
-    "short_factor": ("a list of numbers from 0.000001 to 1000000", lambda value: _are_numbers(value)),
-    "long_factor": ("a list of numbers from 0.000001 to 1000000", lambda value: _are_numbers(value)),
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
 }
-OF_THE_REST = ("a number from 0.000001 to 1000000", lambda value: _is_number(value, 1e-6, 1e6))
 
 
 def _check(name: str, value: object) -> None:
     rule, fits = RULES.get(name, OF_THE_REST)
     if not fits(value):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
-
-
-def _check_fields(scaling: Scaling) -> None:
-    for field in fields(scaling):
-        value = getattr(scaling, field.name)
-        if value is not None or field.default is not None:
-            _check(field.name, value)

@@ -24,7 +24,7 @@ from weft.parallel.quantized import (
     padded,
     rows_between,
 )
-from weft.parallel.recipe import Recipe, wire_text
+from weft.parallel.recipe import Cache, Recipe, wire_text
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
@@ -39,8 +39,6 @@ from weft.parallel.tensors import (
 if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.runtime.team.team import Team
-
-Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from weft import ops
 from weft.costs.gpu import Limits, gpu_of
 from weft.kernels.block_cyclic import local_slots, slots_in
+from weft.ops.attention.attention_op import PAGE_SIZES
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.delta_states import DeltaStates
 from weft.parallel.recipe import StepPlan
@@ -21,8 +22,6 @@ from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
-
-PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class PagedCache:

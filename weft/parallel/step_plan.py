@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +52,7 @@ def plan_step(
     """
     mode, reason = mode_named(mode), "asked for"
     layer = layer or Layer.dense(hidden_size, team.size, dtype.itemsize)
-    adds_up = takes_rows(hidden_size * dtype.itemsize) and _local(team, fused) is FUSED
+    adds_up = takes_rows(hidden_size * dtype.itemsize) and fused is not False
     if mode == "auto":
         recipe, reason = _recipe(tokens, layer, _ranks(team), team.caps, adds_up)
         mode = "sequence_parallel" if recipe == SEQUENCE_PARALLEL else "replicated"
@@ -78,7 +77,7 @@ def plan_layer(
         return StepPlan(recipe=Invariant.of(team))
     if mode == "reference":
         return StepPlan(recipe=Reference(team=team))
-    local = _local(team, fused)
+    local = PLAIN if fused is False else FUSED
     if mode != "sequence_parallel":
         return StepPlan(recipe=Replicated(team=team, local=local))
     most = 0
@@ -160,8 +159,3 @@ def _replicated(tokens: int, layer: Layer, world_size: int, caps: Capabilities) 
 
 def _passed(tokens: int) -> str:
     return f"{tokens} token{'s' if tokens != 1 else ''}"
-
-
-def _local(team: Team, fused: bool | None) -> ModuleType:
-    """Local work as asked for; None: in weft's kernels."""
-    return PLAIN if fused is False else FUSED

@@ -87,6 +87,11 @@ def tensor_of(x: Tensor | SplitK | PartialSum | SequenceShard) -> Tensor:
     return x.rows if isinstance(x, SequenceShard) else x
 
 
+def rows_of(x: Tensor | PartialSum | SliceNodes, rows: Tensor) -> Tensor | PartialSum | SliceNodes:
+    """These rows of ``x``, by its meaning."""
+    return x[rows] if isinstance(x, Tensor) else x.rows(rows)
+
+
 def own_rows(x: Tensor, team: Team) -> Tensor:
     """This rank's [ceil(M / W), N] of rows [M, N] that all ranks hold, padded as in a ``SequenceShard``."""
     count = -(-len(x) // team.size)

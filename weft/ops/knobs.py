@@ -2,14 +2,16 @@
 
     chunk: int = knob(8, powers(), halved(1, 64))      # a power of two; half of it and twice, within 1 .. 64
 
-``check_knobs`` refuses a design with other values, ``around`` yields the designs with one knob moved.
+``design_type`` makes the class of a design, which refuses other values; ``around`` yields the designs with one knob moved.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weft.runtime.codec import exchangeable
 
 T = TypeVar("T")
 # Rule that a value breaks, as the end of a message, or None; and values to try in its place.
@@ -20,6 +22,21 @@ Near = Callable[[Any], Iterable[Any]]
 def knob(default: Any = dataclasses.MISSING, legal: Legal | None = None, near: Near | None = None) -> Any:
     """Field of a design. legal: None: any value; near: None: a search leaves it."""
     return dataclasses.field(default=default, metadata={"legal": legal, "near": near})
+
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+    @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(knob, dataclasses.field))
+    def design_type(cls: type[T]) -> type[T]: ...
+
+else:
+
+    def design_type(cls):
+        """Decorator: make a frozen dataclass that ranks may exchange, and whose knobs have legal values."""
+        if not hasattr(cls, "__post_init__"):
+            cls.__post_init__ = check_knobs
+        return exchangeable(dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls))
 
 
 def powers(low: int = 1) -> Legal:

@@ -48,13 +48,25 @@ def _probe(device: torch.device) -> capabilities.Capabilities:
     return capabilities.probe(device, [])
 
 
-def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None, dtypes: Sequence[torch.dtype]) -> None:
-    """ValueError unless ``x`` lies on ``device`` (None: any) and has one of ``dtypes``."""
+def check_like(
+    op: str,
+    name: str,
+    x: torch.Tensor,
+    device: torch.device | None,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str] | None = None,
+) -> None:
+    """ValueError unless ``x`` lies on ``device`` (None: any), and has one of ``dtypes`` and a ``shape``.
+
+    shape  as of ``check_shape``; None: any
+    """
     try:
         fits = x.dtype in dtypes and (device is None or x.device == device) and x.layout is torch.strided
     except AttributeError:
         fits = False
     if fits:
+        if shape is not None:
+            check_shape(op, name, x, shape)
         return
     check_is_tensor(op, name, x)
     if device is not None and x.device != device:
@@ -83,8 +95,7 @@ def check_row_format(op: str, format: RowFormat | None, device: torch.device, be
     if (format.kind == "static") != (scale is not None):
         raise ValueError(f"{op}: fp8 has kind={format.kind!r} and static_scale={quoted(scale)}; a static one is given")
     if scale is not None:
-        check_like(op, "fp8.static_scale", scale, device, (torch.float32,))
-        check_shape(op, "fp8.static_scale", scale, (1, 1))
+        check_like(op, "fp8.static_scale", scale, device, (torch.float32,), (1, 1))
 
 
 def check_rounds(op: str, format: RowFormat | None, name: str, x: torch.Tensor, beside: bool = False) -> None:

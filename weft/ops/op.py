@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch._C import _autograd, _functorch, _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
@@ -368,6 +368,9 @@ class Op:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
 
 
+OpType = TypeVar("OpType", bound=Op)
+
+
 def _first(arguments: Sequence[Any]) -> Any:
     """The first argument of the torch op; unlike ``flat`` in one frame, since eager calls on GPUs ask too."""
     first = arguments[0]
@@ -420,8 +423,8 @@ _OPS: dict[str, Op] = {}
 _FUNCTIONS: dict[str, str] = {}
 
 
-def define(op: Op) -> None:
-    """Define ``torch.ops.weft.NAME``.
+def define(op: OpType) -> OpType:
+    """Define ``torch.ops.weft.NAME``; returns ``op``.
 
     Without ``register`` it is another signature of a registered op, and asks that one's plan; ``explain``, ``weft tune`` and
     the tests know such calls as variants and fields of that one (``gemm+deferred_norm``).
@@ -441,12 +444,13 @@ def define(op: Op) -> None:
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
     elif not op.mutates:  # torch takes no formula for an op that writes its arguments, and warns
         torch.library.register_autograd(name, op.refuse_backward, lib=_LIBRARY)
+    return op
 
 
-def register(op: Op) -> None:
-    """Define the torch op and enter ``op`` into the registry."""
-    define(op)
-    _OPS[op.name] = op
+def register(op: OpType) -> OpType:
+    """Define the torch op and enter ``op`` into the registry; returns ``op``."""
+    _OPS[op.name] = define(op)
+    return op
 
 
 def without_plan(name: str, why: str) -> None:

@@ -77,7 +77,11 @@ class Rows:
 
 
 class ParallelLinear(nn.Module):
-    """Base of both layers. scales: of a quantized ``weight``; lora: adapters (weft.models.adapters), or None."""
+    """Base of both layers.
+
+    scales  of a quantized ``weight``
+    lora    its adapters (weft.models.adapters); None: there are none
+    """
 
     weight: nn.Parameter
     scales: Fp8Scales | FourBitScales | None

@@ -15,7 +15,7 @@ from weft.arguments import check_int
 from weft.kernels.fp8 import COLUMNS, RowFormat
 from weft.kernels.paged_cache import Sequences
 from weft.ops.case import Case
-from weft.ops.local import check_like, check_shape
+from weft.ops.local import check_like
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS, check_scalar
 from weft.plan.planned import Machine, Planned
@@ -80,8 +80,7 @@ def check_sequences(
             f"{op}: q has {rows} rows, which queries={queries} does not divide; pass all new tokens of a sequence"
         )
     for name, x, shape in zip(Sequences._fields, sequences, ((rows // queries, columns), (rows,)), strict=True):
-        check_like(op, name, x, device, (torch.int32,))
-        check_shape(op, name, x, shape)
+        check_like(op, name, x, device, (torch.int32,), shape)
 
 
 def check_window(op: str, window: int | None) -> None:
@@ -110,8 +109,7 @@ def check_scores(
     if softcap is not None and scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive, with softcap={softcap}; pass a positive scale")
     if sinks is not None:
-        check_like(op, "sinks", sinks, device, FLOATS)
-        check_shape(op, "sinks", sinks, (q_heads,))
+        check_like(op, "sinks", sinks, device, FLOATS, (q_heads,))
         if not sinks.is_contiguous():
             raise ValueError(f"{op}: sinks has strides {sinks.stride()}; pass a contiguous row")
 

@@ -37,7 +37,7 @@ from weft.ops.attention.decoding import SPLIT_KV_BITS, DecodingOp, SplitKV, chec
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
 from weft.ops.case import BF16, Case, Draw, Inputs, agreed, format_of, lay_out
-from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
+from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format
 from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar
 from weft.runtime.team.team import Team
@@ -220,8 +220,8 @@ def decode_attention(
     if squares is not None:
         check_scales(op, qkv.operand, rows)
     if gate is not None:
-        check_like(op, "gate", gate, rows.device, (heads_dtype(rows, keys, q_weight, bias),))
-        check_shape(op, "gate", gate, (B, rows.shape[-1] - 2 * heads * D))
+        dtype = heads_dtype(rows, keys, q_weight, bias)
+        check_like(op, "gate", gate, rows.device, (dtype,), (B, rows.shape[-1] - 2 * heads * D))
     places = angles, keys, values, sequences
     options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale, softcap, sinks, gate
     check_row_format(op, fp8, rows.device)
@@ -444,7 +444,5 @@ def _projected(case: Case, drawn: Sequence[torch.Tensor]) -> tuple[cases.Project
     return cases.Projection.of(case, *projection), gate
 
 
-DECODE_ATTENTION = DecodeAttention()
-register(DECODE_ATTENTION)
-_FP8 = DecodeAttentionFp8()
-define(_FP8)
+DECODE_ATTENTION = register(DecodeAttention())
+_FP8 = define(DecodeAttentionFp8())

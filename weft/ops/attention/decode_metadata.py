@@ -87,8 +87,7 @@ def decode_metadata(
     at 0, slot -1 and length 0.
     ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("decode_metadata", "positions", positions, None, (torch.int64,))
-    check_shape("decode_metadata", "positions", positions, ("B",))
+    check_like("decode_metadata", "positions", positions, None, (torch.int64,), ("B",))
     check_like("decode_metadata", "pages", pages, positions.device, (torch.int32,))
     check_int("decode_metadata: queries", queries, 1)
     if len(positions) % queries:
@@ -171,5 +170,4 @@ class DecodeMetadata(Op):
         return at, slots, lengths, arrivals
 
 
-DECODE_METADATA = DecodeMetadata()
-register(DECODE_METADATA)
+DECODE_METADATA = register(DecodeMetadata())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,11 +14,10 @@ from weft.ops.attention.attention_op import GROUP, AttentionOp
 from weft.ops.attention.fixed_runs import IN_RUNS, FixedRuns, fixed_runs_for, parts_in_runs
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
-from weft.ops.knobs import check_knobs, counts, halved, knob, stepped
+from weft.ops.knobs import check_knobs, counts, design_type, halved, knob, stepped
 from weft.ops.local import capabilities_of, check_like, check_sizes, compiler_options, machine_on
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_on
 
 if TYPE_CHECKING:
@@ -43,8 +41,7 @@ SPLIT_KV_BITS = (
 )
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SplitKV:
     """Split-KV attention of one new token of each sequence.
 

@@ -6,7 +6,6 @@ in any way, beside drafts, and in any batch (weft.kernels.fixed_runs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,10 +27,9 @@ from weft.kernels.fixed_runs import (
 from weft.kernels.online_softmax import ScoreRule, before_keys, sinks_at
 from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of_scores
 from weft.kernels.slices import shape_free_dots
-from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
+from weft.ops.knobs import check_knobs, counts, design_type, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, compiler_options
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
@@ -42,8 +40,7 @@ if TYPE_CHECKING:
 RUN, EARLY = 512, 2048
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class FixedRuns:
     """Attention in runs of positions.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,12 @@ from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, k
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sequence_ranges import default_block_m
 from weft.ops.case import Case
-from weft.ops.knobs import around, check_knobs, counts, halved, knob, moved, stepped
+from weft.ops.knobs import around, counts, design_type, halved, knob, moved, stepped
 from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.transport.copy_channel import MAX_CHUNKS
 
 # Largest head that cuDNN's attention takes.
@@ -51,8 +50,7 @@ class GatheredArguments(NamedTuple):
     algorithm: str
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Gathered:
     """Keys and values of all ranks, by copy engines; this rank's queries.
 
@@ -62,19 +60,16 @@ class Gathered:
 
     chunks: int = knob(MAX_CHUNKS, counts(MAX_CHUNKS, ", the signals that a shard has"), halved())
     blocks: KeyBlocks = field(default_factory=KeyBlocks)
-    __post_init__ = check_knobs
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Ulysses:
     """This rank's heads of all tokens, exchanged before and after. blocks: of the attention."""
 
     blocks: KeyBlocks = field(default_factory=KeyBlocks)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Pipelined:
     """cuDNN's attention to the keys of one rank after the other, while copy engines bring the next ones."""
 

@@ -312,8 +312,7 @@ class GatheredPrefillAttention(GatheredPlan):
                         yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
 
 
-GATHERED_PREFILL_ATTENTION = GatheredPrefillAttention()
-register(GATHERED_PREFILL_ATTENTION)
+GATHERED_PREFILL_ATTENTION = register(GatheredPrefillAttention())
 
 
 def sample_of(count: int) -> torch.Tensor:

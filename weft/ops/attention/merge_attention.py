@@ -15,7 +15,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.merged_parts import EMPTY, fold, merged, no_parts
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -61,10 +61,8 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
     parts alone. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "merge_attention"
-    check_like(op, "outs", outs, None, FLOATS)
-    check_shape(op, "outs", outs, ("P", "B", "H", "D"))
-    check_like(op, "lses", lses, outs.device, (torch.float32,))
-    check_shape(op, "lses", lses, outs.shape[:3])
+    check_like(op, "outs", outs, None, FLOATS, ("P", "B", "H", "D"))
+    check_like(op, "lses", lses, outs.device, (torch.float32,), outs.shape[:3])
     if outs.shape[0] == 0 or not 1 <= outs.shape[3] <= TILE:
         raise ValueError(
             f"{op}: outs has shape {tuple(outs.shape)}; it has 1 or more parts, and heads of 1 to {TILE} elements"
@@ -132,5 +130,4 @@ class MergeAttention(Op):
         return outs.new_empty((B, H, D)), lses.new_empty((B, H))
 
 
-MERGE_ATTENTION = MergeAttention()
-register(MERGE_ATTENTION)
+MERGE_ATTENTION = register(MergeAttention())

@@ -115,11 +115,9 @@ def mla_decode_attention(
     devices that do not fit.
     """
     op = "mla_decode_attention"
-    check_like(op, "q", q, None, FLOATS)
-    check_shape(op, "q", q, ("T", "H", "L"))
+    check_like(op, "q", q, None, FLOATS, ("T", "H", "L"))
     T, H, L = q.shape
-    check_like(op, "q_rope", q_rope, q.device, (q.dtype,))
-    check_shape(op, "q_rope", q_rope, (T, H, "R"))
+    check_like(op, "q_rope", q_rope, q.device, (q.dtype,), (T, H, "R"))
     check_latents(op, cache, q, L, q_rope.shape[2])
     if H == 0:
         raise ValueError(f"{op}: q has shape {tuple(q.shape)}; pass 1 or more heads")
@@ -303,5 +301,4 @@ def scale_of(case: Case) -> float:
     return case.sizes[2] ** -0.5
 
 
-MLA_DECODE_ATTENTION = MLADecodeAttention()
-register(MLA_DECODE_ATTENTION)
+MLA_DECODE_ATTENTION = register(MLADecodeAttention())

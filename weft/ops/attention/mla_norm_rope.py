@@ -21,7 +21,7 @@ from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.ops.attention import cases
 from weft.ops.attention.mla_decode_attention import case_of, check_latents
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_flag, check_scalar
 from weft.runtime.capabilities import launch_options
@@ -137,11 +137,9 @@ def mla_norm_rope(
     or devices that do not fit.
     """
     op = "mla_norm_rope"
-    check_like(op, "q_rope", q_rope, None, FLOATS)
-    check_shape(op, "q_rope", q_rope, ("T", "H", "R"))
+    check_like(op, "q_rope", q_rope, None, FLOATS, ("T", "H", "R"))
     T, H, R = q_rope.shape
-    check_like(op, "weight", weight, q_rope.device, (q_rope.dtype,))
-    check_shape(op, "weight", weight, ("L",))
+    check_like(op, "weight", weight, q_rope.device, (q_rope.dtype,), ("L",))
     check_latents(op, cache, q_rope, len(weight), R)
     if H == 0:
         raise ValueError(f"{op}: q_rope has shape {tuple(q_rope.shape)}; pass 1 or more heads")
@@ -151,8 +149,7 @@ def mla_norm_rope(
         ("positions", positions, (T,), (torch.int32, torch.int64)),
         ("slots", slots, (T,), (torch.int64,)),
     ):
-        check_like(op, name, x, q_rope.device, dtypes)
-        check_shape(op, name, x, shape)
+        check_like(op, name, x, q_rope.device, dtypes, shape)
     check_scalar(op, "eps", eps)
     check_flag(op, "interleaved", interleaved)
     return MLA_NORM_ROPE.dispatch(
@@ -265,5 +262,4 @@ class MLANormRope(Op):
         return given.q_rope.new_empty(given.q_rope.shape), given.kv.new_empty(given.kv.shape)
 
 
-MLA_NORM_ROPE = MLANormRope()
-register(MLA_NORM_ROPE)
+MLA_NORM_ROPE = register(MLANormRope())

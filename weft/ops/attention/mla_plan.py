@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft.ops.attention.decoding import MAX_SPLITS, splits_of
 from weft.ops.case import Case
-from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
+from weft.ops.knobs import check_knobs, counts, design_type, halved, knob, powers, stepped
 from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class LatentBlocks:
     """Attention over latents in blocks of rows and splits of the context.
 
@@ -46,8 +44,7 @@ class LatentBlocks:
             raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class EarlyBlocks(LatentBlocks):
     """``LatentBlocks`` with copies before products, and scores that groups of warps share."""
 

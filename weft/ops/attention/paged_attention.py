@@ -326,5 +326,4 @@ class PagedAttention(DecodingOp):
         return torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
 
-PAGED_ATTENTION = PagedAttention()
-register(PAGED_ATTENTION)
+PAGED_ATTENTION = register(PagedAttention())

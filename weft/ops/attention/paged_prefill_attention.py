@@ -10,7 +10,6 @@ neighbouring tokens: each key is loaded once for all rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,7 +46,7 @@ from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cach
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs, agreed, format_of
-from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
+from weft.ops.knobs import design_type, halved, knob, powers, stepped
 from weft.ops.local import (
     capabilities_of,
     check_dtype,
@@ -62,7 +61,6 @@ from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
@@ -72,15 +70,13 @@ if TYPE_CHECKING:
 SHORT = tl.constexpr(4)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class KeyBlocks:
     """Programs that walk the keys of their rows. block_n: keys of a step, a power of two of at least 16."""
 
     block_n: int = knob(64, powers(16), halved(high=256))
     num_warps: int = knob(4, near=halved(high=8))
     num_stages: int = knob(3, near=stepped())
-    __post_init__ = check_knobs
 
 
 class PrefillCall(NamedTuple):
@@ -245,8 +241,7 @@ def paged_prefill_attention(
     page, D = keys.shape[2:]
     check_shape(op, "q", q, ("T", "Hq", D))
     check_heads(op, q.shape[1], keys)
-    check_like(op, "pages", pages, q.device, (torch.int32,))
-    check_shape(op, "pages", pages, ("B", "max_pages"))
+    check_like(op, "pages", pages, q.device, (torch.int32,), ("B", "max_pages"))
     group = q.shape[1] // keys.shape[1]
     if not isinstance(spans, SequenceRanges):
         block_m = block_m_of(q.dtype, group) if invariant else None
@@ -562,10 +557,8 @@ class PagedPrefillAttentionFp8(Op):
         return empty_rows(given.q, T, q_heads * D, format)
 
 
-PAGED_PREFILL_ATTENTION = PagedPrefillAttention()
-register(PAGED_PREFILL_ATTENTION)
-_FP8 = PagedPrefillAttentionFp8()
-define(_FP8)
+PAGED_PREFILL_ATTENTION = register(PagedPrefillAttention())
+_FP8 = define(PagedPrefillAttentionFp8())
 
 
 def _spans_of(case: Case) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
 from weft.ops.attention import cases
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape, norm_dtypes
+from weft.ops.local import capabilities_of, check_contiguous, check_like, norm_dtypes
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
@@ -192,8 +192,7 @@ def qk_norm_rope(
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
         ("slots", slots, (tokens,), (torch.int64,)),
     ):
-        check_like(op, name, x, rows.device, dtypes)
-        check_shape(op, name, x, shape)
+        check_like(op, name, x, rows.device, dtypes, shape)
     check_scalar(op, "eps", eps)
     check_flag(op, "with_keys", with_keys)
     check_flag(op, "invariant", invariant)
@@ -279,8 +278,7 @@ def check_projected(
         *((name, x, (size,), (dtype,) if name == "bias" else norm_dtypes(dtype)) for name, x, size in vectors),
         ("angles", angles, ("max_positions", D), (torch.float32,)),
     ):
-        check_like(op, name, x, qkv.device, dtypes)
-        check_shape(op, name, x, shape)
+        check_like(op, name, x, qkv.device, dtypes, shape)
 
 
 def heads_dtype(
@@ -313,9 +311,10 @@ def check_cache(
     Of its dtype, or with scales in e4m3.
     """
     scaled = k_scale is not None or v_scale is not None
+    dtypes = (E4M3,) if scaled else (like.dtype,)
     for name, x in (("keys", keys), ("values", values)):
-        check_like(op, name, x, like.device, (E4M3,) if scaled else (like.dtype,))
-        check_shape(op, name, x, ("pages", "kv_heads", "page_size", "head_dim") if name == "keys" else keys.shape)
+        shape = ("pages", "kv_heads", "page_size", "head_dim") if name == "keys" else keys.shape
+        check_like(op, name, x, like.device, dtypes, shape)
         if 0 in x.shape[:3] or x.shape[3] not in HEAD_DIMS:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(x.shape)}; a cache has at least one page, head and slot, and a head_dim of "
@@ -452,5 +451,4 @@ class QKNormRope(Op):
         return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, given.norms.q_weight, bias))
 
 
-QK_NORM_ROPE = QKNormRope()
-register(QK_NORM_ROPE)
+QK_NORM_ROPE = register(QKNormRope())

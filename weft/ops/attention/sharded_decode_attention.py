@@ -470,5 +470,4 @@ class ShardedDecodeAttention(ShardedPlan):
                     yield cases.sharded_case(self.name, w, heads, AUTO, lengths)
 
 
-SHARDED_DECODE_ATTENTION = ShardedDecodeAttention()
-register(SHARDED_DECODE_ATTENTION)
+SHARDED_DECODE_ATTENTION = register(ShardedDecodeAttention())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,12 +13,11 @@ from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, spl
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.knobs import around, halved, moved
+from weft.ops.knobs import around, design_type, halved, moved
 from weft.ops.local import check_sizes
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import SHARED_BYTES
-from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -30,16 +29,14 @@ if TYPE_CHECKING:
 FEW_PAIRS = 4
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class OneKernel:
     """Attention, push and merge in one kernel, all of whose programs are resident."""
 
     split: SplitKV = field(default_factory=SplitKV)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class TwoKernels:
     """Attention and push in one kernel, merge in another: any number of programs."""
 

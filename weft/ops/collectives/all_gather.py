@@ -45,8 +45,7 @@ class AllGather(Collective):
         return {"x": torch.ops.weft.reduce_scatter.default(grad, given.team)}
 
 
-ALL_GATHER = AllGather()
-register(ALL_GATHER)
+ALL_GATHER = register(AllGather())
 
 
 def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:

@@ -376,8 +376,7 @@ def whole_of(case: Case, x: torch.Tensor) -> torch.Tensor:
     return total.to(case.dtype)
 
 
-ALL_REDUCE = AllReduce()
-register(ALL_REDUCE)
+ALL_REDUCE = register(AllReduce())
 
 
 def all_reduce_nodes(nodes: torch.Tensor, team: Team) -> torch.Tensor:

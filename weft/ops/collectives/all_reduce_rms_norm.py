@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ from weft.ops.collectives.space import ROW_PARTS, pushes_around
 from weft.ops.collectives.tree import Tree
 from weft.ops.collectives.tree_norm import TreeThenNorm
 from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8
+from weft.ops.knobs import design_type
 from weft.ops.local import check_rounds, norm_dtypes
 from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import (
@@ -73,7 +74,6 @@ from weft.ops.registration import (
 )
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import LINE_BYTES, PushPlan
 from weft.transport.push import launch, slots_of
@@ -91,8 +91,7 @@ MOST_PER_SM_FP8 = 12
 FP8_PARTS = ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4))
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class ReduceThenNorm:
     """An all-reduce over nodes, then ``add_rms_norm``."""
 
@@ -439,12 +438,9 @@ class AllReduceRMSNormFp8(Op):
         return list(ALL_REDUCE_RMS_NORM.like(residual, team, sums, deferred, format))
 
 
-ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
-register(ALL_REDUCE_RMS_NORM)
-_FP8 = AllReduceRMSNormFp8()
-define(_FP8)
-_DEFERRED = AllReduceDeferredNorm()
-define(_DEFERRED)
+ALL_REDUCE_RMS_NORM = register(AllReduceRMSNorm())
+_FP8 = define(AllReduceRMSNormFp8())
+_DEFERRED = define(AllReduceDeferredNorm())
 
 
 def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) -> PushPlan:

@@ -45,8 +45,7 @@ class AllToAll(Collective):
         return {"x": torch.ops.weft.all_to_all.default(grad, given.team, given.algorithm)}
 
 
-ALL_TO_ALL = AllToAll()
-register(ALL_TO_ALL)
+ALL_TO_ALL = register(AllToAll())
 
 
 def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:

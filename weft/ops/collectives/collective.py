@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,12 +18,12 @@ from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine, add, exchange, on_lines
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes, swapped
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
+from weft.ops.knobs import design_type
 from weft.ops.op import Op, is_plain
 from weft.ops.registration import as_words, check_divides
 from weft.plan.memo import MOST, generation
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import COMPARING, Team, find_team
 from weft.runtime.team.workspace import capacity_for
 from weft.transport.exchange import Body, launch, prepare
@@ -75,32 +75,28 @@ class Sums(NamedTuple):
 PLAIN_SUMS = Sums()
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Push:
     """Kernels push tiles to the peers in one hop (weft.transport.push)."""
 
     push: PushPlan
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class OneShot:
     """All-reduce in one hop: every rank pushes its tiles to all ranks, and sums all."""
 
     push: PushPlan
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class TwoShot:
     """All-reduce in two hops: every rank sums its share of the tiles, and pushes the sums to all ranks."""
 
     push: PushPlan
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Copy:
     """A copy, the result of a collective on one rank."""
 

@@ -23,7 +23,6 @@ engines only if the receive buffers exist, or twice their size is free in the he
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +32,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import buffer_of
+from weft.ops.knobs import design_type
 from weft.plan.planned import STAGING
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_of
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
@@ -53,8 +52,7 @@ COPY_BYTES, ADD_BYTES, WARPS = 32768, 8192, 8
 Parts = Sequence[torch.Tensor]
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class CopyEngine:
     """Copy engines carry whole parts.
 

@@ -259,8 +259,7 @@ class SequenceToHeads(ExchangeHeads):
     differs = {"xs": (0,)}  # tokens of the rank
 
 
-SEQUENCE_TO_HEADS = SequenceToHeads()
-register(SEQUENCE_TO_HEADS)
+SEQUENCE_TO_HEADS = register(SequenceToHeads())
 
 
 def sequence_to_heads(
@@ -293,8 +292,7 @@ class HeadsToSequence(ExchangeHeads):
     to_heads = False
 
 
-HEADS_TO_SEQUENCE = HeadsToSequence()
-register(HEADS_TO_SEQUENCE)
+HEADS_TO_SEQUENCE = register(HeadsToSequence())
 
 
 def heads_to_sequence(

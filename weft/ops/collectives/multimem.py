@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.knobs import design_type
 from weft.plan.planned import Machine
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team
 
 WORD_BYTES = 16  # one multimem access
@@ -40,16 +40,14 @@ class Multimem:
     programs: int = 64
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class MultimemOneShot(Multimem):
     """Every rank loads the sums of all elements from the switch."""
 
     words: int = 256
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class MultimemTwoShot(Multimem):
     """Every rank loads the sums of its part of a tile from the switch, and stores them to all ranks."""
 

@@ -26,28 +26,25 @@ rail                    | to k+1, from k-1 | to k+2, from k-2 |
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from weft.ops.collectives.copy_engine import add_up
+from weft.ops.knobs import design_type
 from weft.plan.planned import Planned
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.rail import Piece
 from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class OverNodes:
     """Rails between the nodes, and the same collective within each. node: its plan there."""
 
     node: Planned
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class ScatterGather:
     """All-reduce as a reduce-scatter and an all-gather, both over nodes."""
 

@@ -46,8 +46,7 @@ class ReduceScatter(Collective):
         return {"x": torch.ops.weft.all_gather.default(grad, given.team)}
 
 
-REDUCE_SCATTER = ReduceScatter()
-register(REDUCE_SCATTER)
+REDUCE_SCATTER = register(ReduceScatter())
 
 
 def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:

@@ -7,7 +7,6 @@ above, and adds up the ranks' nodes; every node is rounded to the dtype. One hop
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,8 +15,8 @@ import triton.language as tl
 from weft.kernels.slices import SLICES, node_of, node_of_ranks
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot
 from weft.ops.gemm.sliced import total
+from weft.ops.knobs import design_type
 from weft.plan.planned import Machine, Planned
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team
 from weft.transport import exchange
 from weft.transport.exchange import Body, place_of
@@ -25,8 +24,7 @@ from weft.transport.exchange import Body, place_of
 WORLD_SIZES = (1, 2, 4, 8)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Tree:
     """Sum in a tree over the ranks.
 

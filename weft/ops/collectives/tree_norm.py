@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,17 +14,16 @@ from weft.kernels.slices import SLICES
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall, NormCall, OneShot, TwoShot
 from weft.ops.collectives.tree import Tree, check_ranks
+from weft.ops.knobs import design_type
 from weft.ops.registration import HALVES
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.codec import exchangeable
 from weft.transport.plans import PushPlan
 
 Default = Callable[[str, NormCall, Machine], OneShot | TwoShot]
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class TreeThenNorm:
     """An all-reduce in a tree, then ``add_rms_norm(invariant=True)``."""
 

@@ -23,7 +23,7 @@ from weft.kernels.fp8 import (
 )
 from weft.kernels.rms_norm import inverse_rms, squares_of, sum_of_rows
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
-from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape, norm_dtypes
+from weft.ops.local import capabilities_of, check_like, check_rounds, norm_dtypes
 from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -115,8 +115,7 @@ def add_rms_norm(
         ("weight", weight, x.shape[-1:], norm_dtypes(x.dtype)),
     ):
         if tensor is not None or name != "residual":
-            check_like("add_rms_norm", name, tensor, x.device, dtypes)
-            check_shape("add_rms_norm", name, tensor, shape)
+            check_like("add_rms_norm", name, tensor, x.device, dtypes, shape)
     if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
         raise ValueError(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
@@ -239,7 +238,5 @@ def _launch(
     launch(x.numel() // width, *tensors, eps, fp8)
 
 
-ADD_RMS_NORM = AddRMSNorm()
-register(ADD_RMS_NORM)
-ADD_RMS_NORM_FP8 = AddRMSNormFp8()
-define(ADD_RMS_NORM_FP8)
+ADD_RMS_NORM = register(AddRMSNorm())
+ADD_RMS_NORM_FP8 = define(AddRMSNormFp8())

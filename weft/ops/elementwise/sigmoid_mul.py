@@ -14,7 +14,7 @@ from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.elementwise.silu_mul import check_token, tile_of
-from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape
+from weft.ops.local import capabilities_of, check_like, check_rounds
 from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
@@ -52,10 +52,8 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, *, fp8: RowFormat | None = 
 
     A row's bits depend on the row alone. No backward. ValueError for another shape or dtype.
     """
-    check_like("sigmoid_mul", "x", x, None, FLOATS)
-    check_shape("sigmoid_mul", "x", x, ("M", "N"))
-    check_like("sigmoid_mul", "gate", gate, x.device, (x.dtype,))
-    check_shape("sigmoid_mul", "gate", gate, x.shape)
+    check_like("sigmoid_mul", "x", x, None, FLOATS, ("M", "N"))
+    check_like("sigmoid_mul", "gate", gate, x.device, (x.dtype,), x.shape)
     check_rounds("sigmoid_mul", fp8, "x", x)
     if fp8 is None:
         return SIGMOID_MUL.dispatch(x, gate)
@@ -133,7 +131,5 @@ def _launch(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, fp8: Fp8Rows
     launch(cdiv(N, block) * cdiv(M, rows), x, x.stride(0), gate, gate.stride(0), out, M, N, fp8)
 
 
-SIGMOID_MUL = SigmoidMul()
-register(SIGMOID_MUL)
-_FP8 = SigmoidMulFp8()
-define(_FP8)
+SIGMOID_MUL = register(SigmoidMul())
+_FP8 = define(SigmoidMulFp8())

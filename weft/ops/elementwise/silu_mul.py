@@ -232,7 +232,5 @@ def _launch(
     launch(cdiv(N, block) * cdiv(M, rows), gate_up, gate_up.stride(0), squares, eps, out, M, N, fp8)
 
 
-SILU_MUL = SiluMul()
-register(SILU_MUL)
-SILU_MUL_FP8 = SiluMulFp8()
-define(SILU_MUL_FP8)
+SILU_MUL = register(SiluMul())
+SILU_MUL_FP8 = define(SiluMulFp8())

@@ -158,8 +158,7 @@ def add_adapters(
     dtypes or devices that do not fit.
     """
     name = "add_adapters"
-    check_like(name, "y", y, None, FLOATS)
-    check_shape(name, "y", y, ("T", "N"))
+    check_like(name, "y", y, None, FLOATS, ("T", "N"))
     if not has_dense_rows(y):
         raise ValueError(
             f"{name}: y has strides {y.stride()}; its rows must be contiguous, since it is written in place"
@@ -314,5 +313,4 @@ def _ends(case: Case) -> tuple[int, ...]:
     return case.field("ends") or (case.sizes[1],)
 
 
-ADD_ADAPTERS = AddAdapters()
-register(ADD_ADAPTERS)
+ADD_ADAPTERS = register(AddAdapters())

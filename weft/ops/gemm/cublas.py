@@ -7,26 +7,23 @@ M=2048 189 (lab/h200-cublas-ragged.json@cd3ccc0; benchmarks/lab/cublas.py --ragg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
+from weft.ops.knobs import design_type
 from weft.ops.local import capabilities_of
 from weft.plan import algorithms, table
 from weft.plan.memo import once, remembered
 from weft.runtime import cublaslt
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import Capabilities
-from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
 from weft.runtime.recording import gemm_span
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Cublas:
     """GEMM by cuBLAS. algorithm: found by a search; None: torch.mm's choice."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +38,12 @@ from weft.ops.gemm.sliced import Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
-from weft.ops.knobs import around, flipped, knob
+from weft.ops.knobs import around, design_type, flipped, knob
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of
 from weft.ops.op import INVARIANT, Op, define, register
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned, machine
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 from weft.runtime.recording import traced_view
 
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Persistent:
     """Persistent GEMM kernel: programs that stay on their SMs and take tiles in turn.
 
@@ -300,6 +298,5 @@ def _split_scratch(device: torch.device, split: int, programs: int, tile: Tile) 
     )
 
 
-MATMUL = Matmul()
-register(MATMUL)
+MATMUL = register(Matmul())
 define(WeightGradient())

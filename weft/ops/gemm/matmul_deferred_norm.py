@@ -46,5 +46,4 @@ class MatmulDeferredNorm(Op):
         return scaled.new_empty((scaled.shape[0], weight.shape[0] // (1 if activation is None else 2)))
 
 
-_MATMUL_DEFERRED_NORM = MatmulDeferredNorm()
-define(_MATMUL_DEFERRED_NORM)
+_MATMUL_DEFERRED_NORM = define(MatmulDeferredNorm())

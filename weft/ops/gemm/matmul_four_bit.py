@@ -53,5 +53,4 @@ def plan_of(x: torch.Tensor, weight: FourBit, deferred_norm: bool, gated: bool, 
     return local_gemm(gated).plan(call, machine(capabilities_of(x.device), 1)).design
 
 
-_MATMUL_FOUR_BIT = MatmulFourBit()
-define(_MATMUL_FOUR_BIT)
+_MATMUL_FOUR_BIT = define(MatmulFourBit())

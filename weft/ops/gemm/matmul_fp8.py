@@ -119,7 +119,5 @@ def plan_of(
     return local_gemm(gated).plan(call, machine(capabilities_of(x.device), 1)).design
 
 
-_MATMUL_FP8 = MatmulFp8()
-define(_MATMUL_FP8)
-_GATED_ROWS = GatedRowsFp8()
-define(_GATED_ROWS)
+_MATMUL_FP8 = define(MatmulFp8())
+_GATED_ROWS = define(GatedRowsFp8())

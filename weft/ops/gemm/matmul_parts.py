@@ -140,5 +140,4 @@ class MatmulParts(Op):
         return empty_partials(x, weight.shape[0], _partials(_plan(x, weight, squares is not None), x), x.dtype)
 
 
-_MATMUL_PARTS = MatmulParts()
-register(_MATMUL_PARTS)
+_MATMUL_PARTS = register(MatmulParts())

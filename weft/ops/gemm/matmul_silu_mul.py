@@ -161,5 +161,4 @@ class MatmulSiluMul(LocalGemm):
         return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
-MATMUL_SILU_MUL = MatmulSiluMul()
-register(MATMUL_SILU_MUL)
+MATMUL_SILU_MUL = register(MatmulSiluMul())

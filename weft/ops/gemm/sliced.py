@@ -12,8 +12,6 @@ number of programs that share one, are free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -28,13 +26,12 @@ from weft.kernels.operands import ScaledMatrix, descriptor_or_self, row_stride
 from weft.kernels.slices import SLICES, as_node, joined, node_of, shape_free_dots
 from weft.ops.gemm.fp8_operands import columns_of, described, quantized_for
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
+from weft.ops.knobs import design_type, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, compiler_options
 from weft.ops.registration import HALVES
 from weft.plan.planned import Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import Capabilities, launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 from weft.runtime.recording import traced_view
 
@@ -47,8 +44,7 @@ STEP = 64
 SUM_BLOCK = 1024
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Sliced:
     """GEMM in slices of K, of the same bits for all fields.
 
@@ -62,7 +58,6 @@ class Sliced:
     programs: int = knob(1, powers(), halved(1, SLICES))
     num_warps: int = knob(4, near=halved(4, 8))
     num_stages: int = knob(4, near=stepped(2))
-    __post_init__ = check_knobs
 
 
 def default_sliced(M: int, N: int, slices: int, caps: Capabilities, *, gated: bool = False) -> Sliced:

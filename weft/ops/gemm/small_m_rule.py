@@ -6,16 +6,14 @@ may begin during the end of the one before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers, stepped
+from weft.ops.knobs import check_knobs, counts, design_type, either, halved, knob, powers, stepped
 from weft.ops.registration import HALVES
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import SHARED_BYTES
-from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.ops.gemm.gemm_op import GemmCall
@@ -48,8 +46,7 @@ STAGES_AT_ONCE = {2: 5, 3: 3}
 LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SmallM:
     """Small-M GEMM.
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 
 from weft.kernels.gemm_tile import Block
-from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
+from weft.ops.knobs import counts, design_type, halved, knob, powers, stepped
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import Capabilities
-from weft.runtime.codec import exchangeable
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Tile:
     """Output tile and its compiler options.
 
@@ -32,7 +29,6 @@ class Tile:
     group: int = knob(8, counts(), halved())
     num_warps: int = knob(4, near=halved(2, 8))
     num_stages: int = knob(3, near=stepped())
-    __post_init__ = check_knobs
 
     def block(self, descriptors: bool, piece: int = 1) -> Block:
         """Kernel argument ``block``. piece: elements that are sent in each step along K (``Block``)."""

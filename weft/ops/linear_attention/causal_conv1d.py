@@ -17,7 +17,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.sequence_chunks import CHUNK, SequenceChunks, check_chunks, check_columns
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
@@ -96,13 +96,11 @@ def check_convolution(op: str, x: torch.Tensor, weight: torch.Tensor, state: tor
     """ValueError for tensors that do not fit each other."""
     check_like(op, "x", x, None, FLOATS)
     check_columns(op, "x", x)
-    check_like(op, "weight", weight, x.device, (x.dtype,))
-    check_shape(op, "weight", weight, (x.shape[1], "K"))
+    check_like(op, "weight", weight, x.device, (x.dtype,), (x.shape[1], "K"))
     taps = weight.shape[1]
     if not 2 <= taps <= MAX_TAPS:
         raise ValueError(f"{op}: weight has K={taps} columns, not 2 to {MAX_TAPS}; use torch's conv1d")
-    check_like(op, "state", state, x.device, (x.dtype,))
-    check_shape(op, "state", state, ("slots", "ring", x.shape[1]))
+    check_like(op, "state", state, x.device, (x.dtype,), ("slots", "ring", x.shape[1]))
     if state.shape[1] < taps - 1:
         raise ValueError(
             f"{op}: state has {state.shape[1]} rows of a sequence; a convolution over {taps} tokens needs {taps - 1}"
@@ -190,5 +188,4 @@ def chunks_of(case: Case) -> SequenceChunks:
     return SequenceChunks.make(spans, range(len(spans), 0, -1))
 
 
-CAUSAL_CONV1D = CausalConv1d()
-register(CAUSAL_CONV1D)
+CAUSAL_CONV1D = register(CausalConv1d())

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from weft.arguments import quoted
 from weft.ops.linear_attention.sequence_chunks import check_columns
-from weft.ops.local import check_like, check_shape
+from weft.ops.local import check_like
 from weft.ops.registration import FLOATS
 
 L2_EPS = tl.constexpr(1e-6)
@@ -76,8 +76,7 @@ def check_delta_rule(op: str, qkv: torch.Tensor, gates: Gates, state: torch.Tens
     """Sizes of a call. ValueError for tensors that do not fit each other."""
     check_like(op, "qkv", qkv, None, FLOATS)
     check_columns(op, "qkv", qkv)
-    check_like(op, "state", state, qkv.device, (torch.float32,))
-    check_shape(op, "state", state, ("slots", "value heads", "K", "V"))
+    check_like(op, "state", state, qkv.device, (torch.float32,), ("slots", "value heads", "K", "V"))
     if not state.is_contiguous():
         raise ValueError(f"{op}: state has strides {state.stride()}; it is written in place, so pass it contiguous")
     _, heads, K, V = state.shape
@@ -93,13 +92,11 @@ def check_delta_rule(op: str, qkv: torch.Tensor, gates: Gates, state: torch.Tens
         raise ValueError(f"{op}: gates={quoted(gates)} are not Gates; pass Gates(a, b, A_log, dt_bias)")
     for name in ("a", "b"):
         tensor = getattr(gates, name)
-        check_like(op, f"gates.{name}", tensor, qkv.device, (qkv.dtype,))
-        check_shape(op, f"gates.{name}", tensor, (qkv.shape[0], heads))
+        check_like(op, f"gates.{name}", tensor, qkv.device, (qkv.dtype,), (qkv.shape[0], heads))
         check_columns(op, f"gates.{name}", tensor)
     for name in ("A_log", "dt_bias"):
         tensor = getattr(gates, name)
-        check_like(op, f"gates.{name}", tensor, qkv.device, (torch.float32,))
-        check_shape(op, f"gates.{name}", tensor, (heads,))
+        check_like(op, f"gates.{name}", tensor, qkv.device, (torch.float32,), (heads,))
     return sizes_of(qkv, state)
 
 

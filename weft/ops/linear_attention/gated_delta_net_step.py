@@ -304,13 +304,11 @@ def gated_delta_net_step(
     check_scalar(name, "norm[1]", eps)
     heads, V = kept.state.shape[1], kept.state.shape[3]
     for what, tensor, shape in (("z", z, (qkv.shape[0], heads * V)), ("norm[0]", weight, (V,))):
-        check_like(name, what, tensor, qkv.device, (qkv.dtype,))
-        check_shape(name, what, tensor, shape)
+        check_like(name, what, tensor, qkv.device, (qkv.dtype,), shape)
     check_columns(name, "z", z)
     _check_tokens(name, qkv, tokens)
     ring = kept.inputs.shape[1]
-    check_like(name, "kept.rates", kept.rates, qkv.device, (qkv.dtype,))
-    check_shape(name, "kept.rates", kept.rates, (kept.state.shape[0], ring, 2 * heads))
+    check_like(name, "kept.rates", kept.rates, qkv.device, (qkv.dtype,), (kept.state.shape[0], ring, 2 * heads))
     check_shape(name, "kept.inputs", kept.inputs, (kept.state.shape[0], ring, qkv.shape[1]))
     if not kept.rates.is_contiguous():
         raise ValueError(
@@ -358,8 +356,7 @@ def _check_tokens(op: str, qkv: torch.Tensor, tokens: DeltaTokens) -> None:
     for name, shape in (("lengths", (count,)), ("slots", ("B",)), ("pending", ("B",))):
         tensor = getattr(tokens, name)
         if tensor is not None or name != "pending":
-            check_like(op, f"tokens.{name}", tensor, qkv.device, (torch.int32,))
-            check_shape(op, f"tokens.{name}", tensor, shape)
+            check_like(op, f"tokens.{name}", tensor, qkv.device, (torch.int32,), shape)
     batch = len(tokens.slots)
     if batch > MOST_SEQUENCES:
         raise ValueError(f"{op}: {batch} sequences, and a launch has {MOST_SEQUENCES} at most; pass some at a time")
@@ -552,7 +549,5 @@ def tokens_of(case: Case) -> DeltaTokens:
     return DeltaTokens(lengths, slots, *((pending, int(pending.max())) if pending.any() else ()))
 
 
-GATED_DELTA_NET_STEP = GatedDeltaNetStep()
-register(GATED_DELTA_NET_STEP)
-_FP8 = GatedDeltaNetStepFp8()
-define(_FP8)
+GATED_DELTA_NET_STEP = register(GatedDeltaNetStep())
+_FP8 = define(GatedDeltaNetStepFp8())

@@ -393,5 +393,4 @@ def delta_inputs(sizes: DeltaSizes, tokens: int, slots: int, draw: Draw, case: C
     return qkv, a, b, A_log, dt_bias, draw.own("state", (slots, heads, sizes.K, sizes.V), dtype=FP32)
 
 
-GATED_DELTA_RULE = GatedDeltaRule()
-register(GATED_DELTA_RULE)
+GATED_DELTA_RULE = register(GatedDeltaRule())

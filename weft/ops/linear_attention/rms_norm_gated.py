@@ -11,7 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.sequence_chunks import check_columns
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -64,8 +64,7 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
     A row's bits depend on the row alone. No backward. ValueError for wrong arguments.
     """
-    check_like("rms_norm_gated", "x", x, None, FLOATS)
-    check_shape("rms_norm_gated", "x", x, ("T", "heads", "D"))
+    check_like("rms_norm_gated", "x", x, None, FLOATS, ("T", "heads", "D"))
     check_scalar("rms_norm_gated", "eps", eps)
     tokens, heads, D = x.shape
     if not 0 < D <= MAX_HEAD_DIM:
@@ -73,8 +72,7 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
             f"rms_norm_gated: x has heads of D={D} elements, not 1 to {MAX_HEAD_DIM}; use torch's rms_norm"
         )
     for name, tensor, shape in (("gate", gate, (tokens, heads * D)), ("weight", weight, (D,))):
-        check_like("rms_norm_gated", name, tensor, x.device, (x.dtype,))
-        check_shape("rms_norm_gated", name, tensor, shape)
+        check_like("rms_norm_gated", name, tensor, x.device, (x.dtype,), shape)
     check_columns("rms_norm_gated", "gate", gate)
     return RMS_NORM_GATED.dispatch(x, gate, weight, eps)
 
@@ -122,5 +120,4 @@ class RMSNormGated(Op):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-RMS_NORM_GATED = RMSNormGated()
-register(RMS_NORM_GATED)
+RMS_NORM_GATED = register(RMSNormGated())

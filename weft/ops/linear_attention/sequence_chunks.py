@@ -68,8 +68,7 @@ def check_chunks(op: str, sequences: SequenceChunks, device: torch.device) -> No
             f"{op}: sequences={quoted(sequences)} are not SequenceChunks; make them with SequenceChunks.make"
         )
     for name, tensor, shape in zip(sequences._fields, sequences, (("B", 3), ("B",), ("n", 2)), strict=True):
-        check_like(op, f"sequences.{name}", tensor, device, (torch.int32,))
-        check_shape(op, f"sequences.{name}", tensor, shape)
+        check_like(op, f"sequences.{name}", tensor, device, (torch.int32,), shape)
     check_shape(op, "sequences.slots", sequences.slots, (len(sequences.rows),))
 
 

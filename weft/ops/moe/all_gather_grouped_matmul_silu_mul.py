@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from weft.kernels.fp8 import (
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
-from weft.ops.knobs import around, check_knobs, counts, halved, knob
+from weft.ops.knobs import around, check_knobs, counts, design_type, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
@@ -72,7 +72,6 @@ from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import MAX_CHUNKS
 
@@ -80,8 +79,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Fused:
     """One grouped GEMM; its tiles wait for the ranks that their rows span, copy engines bring them.
 
@@ -103,8 +101,7 @@ class Fused:
             raise ValueError(f"head={self.head} is neither 0 nor a power of two")
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Sequential:
     """moe_dispatch, then moe_schedule and grouped_matmul_silu_mul."""
 
@@ -501,5 +498,4 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             yield self.case_with(w, BF16, (9, 2, 6, 272, 144), design, (9, 4, 0)[:w], **fields)
 
 
-AG_MOE = AllGatherGroupedMatmulSiluMul()
-register(AG_MOE)
+AG_MOE = register(AllGatherGroupedMatmulSiluMul())

@@ -7,7 +7,6 @@ for what moves: streams wait, and copy engines carry it within a node. So rails 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ import weft.language as wl
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
+from weft.ops.knobs import design_type
 from weft.ops.moe.exchange.exchange_op import padded
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.gemms import GroupedTiles
@@ -26,7 +26,6 @@ from weft.ops.moe.overlapped import GatherArguments, ScatterArguments, load_tile
 from weft.ops.moe.routing import Routing, Schedule
 from weft.plan.planned import Planned
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team.rail import Piece
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 STEP = tl.constexpr(1024)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class ByNodes:
     """A GEMM for each node's rows.
 

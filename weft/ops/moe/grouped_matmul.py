@@ -425,8 +425,7 @@ class GroupedMatmul(GroupedOp):
         return super().case_of(shape, dtype, world_size, **{"gather": False, **fields})
 
 
-GROUPED_MATMUL = GroupedMatmul()
-register(GROUPED_MATMUL)
+GROUPED_MATMUL = register(GroupedMatmul())
 
 
 def products_of_slices(
@@ -491,8 +490,7 @@ class GroupedMatmulSiluMul(GroupedOp):
     variants = ("block_fp8", "channel_fp8", "four_bit", "invariant")
 
 
-GROUPED_MATMUL_SILU_MUL = GroupedMatmulSiluMul()
-register(GROUPED_MATMUL_SILU_MUL)
+GROUPED_MATMUL_SILU_MUL = register(GroupedMatmulSiluMul())
 
 
 class GroupedMatmulSiluMulFp8(Op):
@@ -511,5 +509,4 @@ class GroupedMatmulSiluMulFp8(Op):
         return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)
 
 
-GROUPED_MATMUL_SILU_MUL_FP8 = GroupedMatmulSiluMulFp8()
-define(GROUPED_MATMUL_SILU_MUL_FP8)
+GROUPED_MATMUL_SILU_MUL_FP8 = define(GroupedMatmulSiluMulFp8())

@@ -14,7 +14,7 @@ bits: each sum is in fp32 in the order of the choices, rounded once, and what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
 from weft.ops.collectives.collective import Sums
+from weft.ops.knobs import design_type
 from weft.ops.local import check_rounds, check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.check import check_routing
 from weft.ops.moe.choices import draw_ids, experts_of
@@ -41,15 +42,13 @@ from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SumInNorm:
     """Two kernels: the all-reduce + norm adds up the pairs as it loads them.
 
@@ -59,8 +58,7 @@ class SumInNorm:
     norm: str = AUTO
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SumThenNorm:
     """Three kernels: moe_sum between the two. norm: algorithm of all_reduce_rms_norm."""
 
@@ -421,5 +419,4 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return shape.tokens * shape.hidden * dtype.itemsize
 
 
-GROUPED_MATMUL_ALL_REDUCE_RMS_NORM = GroupedMatmulAllReduceRMSNorm()
-register(GROUPED_MATMUL_ALL_REDUCE_RMS_NORM)
+GROUPED_MATMUL_ALL_REDUCE_RMS_NORM = register(GroupedMatmulAllReduceRMSNorm())

@@ -6,7 +6,7 @@ Design "slabs" multiplies a slab of columns while the sums of the slab before tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
-from weft.ops.knobs import around, check_knobs, counts, halved, knob
+from weft.ops.knobs import around, counts, design_type, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.check import check_dispatched, needs_gradients
@@ -43,7 +43,6 @@ from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import MAX_CHUNKS
@@ -58,8 +57,7 @@ LEAST_COLUMNS, MOST_SLABS = 512, 4
 ROWS, BLOCK, WARPS = 4, 512, 4
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Slabs:
     """GEMM by slabs of columns; copy engines carry the sums of one while the next is multiplied.
 
@@ -68,7 +66,6 @@ class Slabs:
 
     tiles: GroupedTiles = knob(near=around)
     slabs: int = knob(MOST_SLABS, counts(MAX_CHUNKS), halved())
-    __post_init__ = check_knobs
 
     def width(self, H: int, scaled_rows: int = 1) -> int:
         """Columns of a slab of [T, H], but of the last one, which may have fewer.
@@ -168,8 +165,7 @@ def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tenso
     return out
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Sequential:
     """grouped_matmul, then moe_combine.
 
@@ -469,5 +465,4 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             yield self.case_with(w, BF16, (5, 2, 6, 328, 272), design, (5, 3, 0)[:w], bias=True, **fields)
 
 
-MOE_RS = GroupedMatmulReduceScatter()
-register(MOE_RS)
+MOE_RS = register(GroupedMatmulReduceScatter())

@@ -20,8 +20,8 @@ from weft.arguments import check_int
 from weft.kernels.operands import row_stride, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm.matmul import matmul
-from weft.ops.knobs import around, check_knobs, counts, halved, knob, powers, stepped
-from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.knobs import around, counts, design_type, halved, knob, powers, stepped
+from weft.ops.local import capabilities_of, check_like, machine_on
 from weft.ops.moe.check import needs_gradients
 from weft.ops.moe.choices import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -40,7 +40,6 @@ from weft.ops.registration import FLOATS, check_choice
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
@@ -72,23 +71,19 @@ class RouterParts:
     step: int = knob(128, powers(16), halved(high=512))
     num_warps: int = knob(4, near=halved(1, 16))
     num_stages: int = knob(3, near=stepped())
-    __post_init__ = check_knobs
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class OneLaunch(RouterParts):
     """One kernel: the last program to end adds up the parts, chooses and schedules."""
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class RouteOfParts(RouterParts):
     """Three launches: route adds up the parts as it loads them, and moe_schedule follows."""
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class ThreeLaunches:
     """matmul, route and moe_schedule, each by its plan."""
 
@@ -157,8 +152,7 @@ def matmul_route_schedule(
     design. ValueError for arguments that do not fit.
     """
     op = "matmul_route_schedule"
-    check_like(op, "x", x, None, FLOATS)
-    check_shape(op, "x", x, ("T", "H"))
+    check_like(op, "x", x, None, FLOATS, ("T", "H"))
     check_like(op, "router", router, x.device, (x.dtype,))
     check_schedule(op, experts, block, tickets, x.device)
     E = experts.total
@@ -166,8 +160,7 @@ def matmul_route_schedule(
     gating = check_gating(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     for name, vector, dtype in (("bias", bias, torch.float32), ("logit_bias", logit_bias, x.dtype)):
         if vector is not None:
-            check_like(op, name, vector, x.device, (dtype,))
-            check_shape(op, name, vector, (E,))
+            check_like(op, name, vector, x.device, (dtype,), (E,))
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     block = block or block_for(len(x) * k, E)
     trained = needs_gradients(x, router, logit_bias)
@@ -472,5 +465,4 @@ class MatmulRouteSchedule(MoeOp):
                 yield self.case(1, BF16, T, H, E, k, held=E // 2, gated=T == 8)
 
 
-MATMUL_ROUTE_SCHEDULE = MatmulRouteSchedule()
-register(MATMUL_ROUTE_SCHEDULE)
+MATMUL_ROUTE_SCHEDULE = register(MatmulRouteSchedule())

@@ -15,7 +15,6 @@ dweight[token, j] = dout[token] . y[pair]. That of moe_dispatch is this op witho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from weft.costs.gpu import gpu_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.knobs import design_type
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.check import check_dispatched
@@ -46,7 +46,6 @@ from weft.ops.moe.routing import Dispatched, Experts, Routing
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
 MEASURED_BYTES, BEYOND_FOUR = 256 << 20, 2 << 20
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SumThenScatter:
     """moe_sum of all tokens, then reduce_scatter: where nearly all ranks have a row of each token."""
 
@@ -298,5 +296,4 @@ class MoeCombine(ExchangeOp):
                 yield self.case(w, dtype, 70, 2, 12, 25, design="pipelined", tokens=tokens, **more)
 
 
-MOE_COMBINE = MoeCombine()
-register(MOE_COMBINE)
+MOE_COMBINE = register(MoeCombine())

@@ -351,5 +351,4 @@ class MoeDispatch(ExchangeOp):
         return replace(self.case(w, dtype, *sizes, design=design, tokens=tokens, fp8=True), data=data)
 
 
-MOE_DISPATCH = MoeDispatch()
-register(MOE_DISPATCH)
+MOE_DISPATCH = register(MoeDispatch())

@@ -334,5 +334,4 @@ def most_tiles(pairs: int, experts: int, block: int) -> int:
     return cdiv(pairs, block) + min(experts, pairs)
 
 
-MOE_SCHEDULE = MoeSchedule()
-register(MOE_SCHEDULE)
+MOE_SCHEDULE = register(MoeSchedule())

@@ -124,13 +124,11 @@ def check_shared(
 ) -> None:
     """ValueError unless a shared summand and its gate, if any, fit results [T, N] of y's dtype and device."""
     if shared is not None:
-        check_like(op, "shared", shared, y.device, (y.dtype,))
-        check_shape(op, "shared", shared, shape)
+        check_like(op, "shared", shared, y.device, (y.dtype,), shape)
     if gate is not None:
         if shared is None:
             raise ValueError(f"{op}: gate is that of shared, which is None; pass both or shared alone")
-        check_like(op, "gate", gate, y.device, (y.dtype,))
-        check_shape(op, "gate", gate, shape[:1])
+        check_like(op, "gate", gate, y.device, (y.dtype,), shape[:1])
 
 
 def add_up(y: torch.Tensor, routing: Routing, held: tuple[int, int], shared: Shared, out: torch.Tensor) -> None:
@@ -309,7 +307,5 @@ class MoeSumGrad(Op):
         return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
-MOE_SUM = MoeSum()
-register(MOE_SUM)
-_GRAD = MoeSumGrad()
-define(_GRAD)
+MOE_SUM = register(MoeSum())
+_GRAD = define(MoeSumGrad())

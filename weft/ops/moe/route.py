@@ -17,7 +17,7 @@ from weft.kernels.operands import rows_contiguous
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.moe.choices import draw_ids, popularity
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import MAX_CHOICES, Gating, Routing
@@ -118,15 +118,13 @@ def route(
     weights to the logits; the choice and the bias have none. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "route"
-    check_like(op, "logits", logits, None, FLOATS)
-    check_shape(op, "logits", logits, ("T", "E"))
+    check_like(op, "logits", logits, None, FLOATS, ("T", "E"))
     E = logits.shape[1]
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must have 1 to {MAX_EXPERTS} experts")
     gating = check_gating(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     if bias is not None:
-        check_like(op, "bias", bias, logits.device, (torch.float32,))
-        check_shape(op, "bias", bias, (E,))
+        check_like(op, "bias", bias, logits.device, (torch.float32,), (E,))
     return Routing(*ROUTE.dispatch(logits, bias, gating))
 
 
@@ -304,5 +302,4 @@ class Route(MoeOp):
         return {"logits": of_logits.to(given.logits.dtype)}
 
 
-ROUTE = Route()
-register(ROUTE)
+ROUTE = register(Route())

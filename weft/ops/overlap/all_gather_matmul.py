@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from weft.ops.gemm.gemm_op import (
     rotated,
 )
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
-from weft.ops.knobs import counts, flipped, halved, knob
+from weft.ops.knobs import counts, design_type, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
@@ -44,7 +44,6 @@ from weft.ops.overlap.space import pipelines
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
@@ -54,8 +53,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Pipelined:
     """A cuBLAS GEMM for each chunk of the peers' rows as it arrives.
 
@@ -335,10 +333,8 @@ class AllGatherMatmulSeveral(Op):
         }
 
 
-ALL_GATHER_MATMUL = AllGatherMatmul()
-register(ALL_GATHER_MATMUL)
-_SEVERAL = AllGatherMatmulSeveral()
-define(_SEVERAL)
+ALL_GATHER_MATMUL = register(AllGatherMatmul())
+_SEVERAL = define(AllGatherMatmulSeveral())
 _FP8 = OverlappedFp8(ALL_GATHER_MATMUL)
 
 

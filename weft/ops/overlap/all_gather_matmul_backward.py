@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from weft.kernels.operands import can_describe, has_dense_rows
 from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient, weight_gradient_of
+from weft.ops.knobs import design_type
 from weft.ops.layout import Given
 from weft.ops.op import Op, define
 from weft.ops.overlap.all_gather_matmul import gathered_rows
@@ -21,7 +21,6 @@ from weft.ops.overlap.gathered import begin_gather
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import await_chunk
 
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class UnderScatter:
     """Copy engines gather A while GEMM-RS computes A's gradient; then the GEMM of B's gradient.
 
@@ -40,8 +38,7 @@ class UnderScatter:
     scatter: Planned
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class ByShards:
     """A GEMM of B's gradient for each rank's rows of A as they arrive, added up in fp32; then GEMM-RS.
 
@@ -51,8 +48,7 @@ class ByShards:
     scatter: Planned
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class InTurn:
     """GEMM-RS, an all-gather of A, then the GEMM of B's gradient.
 
@@ -210,5 +206,4 @@ def _run_by_shards(
     team.copy_engine.join()
 
 
-ALL_GATHER_MATMUL_BACKWARD = AllGatherMatmulBackward()
-define(ALL_GATHER_MATMUL_BACKWARD)
+ALL_GATHER_MATMUL_BACKWARD = define(AllGatherMatmulBackward())

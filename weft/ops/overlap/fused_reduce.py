@@ -6,7 +6,6 @@ the next one; the owner adds the received tiles to the local one, and for an all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,9 +39,8 @@ from weft.kernels.tile_schedule import (
 )
 from weft.ops.gemm import persistent
 from weft.ops.gemm.tile import Tile
-from weft.ops.knobs import around, check_knobs, flipped, halved, knob, powers
+from weft.ops.knobs import around, design_type, flipped, halved, knob, powers
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.workspace import grown_workspace
 
@@ -50,8 +48,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Fused:
     """One kernel that sends each finished tile to its owner during the GEMM of the next one.
 
@@ -63,7 +60,6 @@ class Fused:
     tile: Tile = knob(near=around)
     split: bool = knob(True, near=flipped)
     piece: int = knob(2048, powers(), halved(high=8192))
-    __post_init__ = check_knobs
 
 
 def piece_for(K: int, block_k: int) -> int:

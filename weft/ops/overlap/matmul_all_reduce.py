@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from weft.ops.gemm.gemm_op import FP8, OVERLAPPED_BITS, ROW_PARALLEL, GemmCall, 
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
-from weft.ops.knobs import counts, halved, knob
+from weft.ops.knobs import counts, design_type, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import INVARIANT, register
 from weft.ops.overlap import cases, fused_reduce, sliced_reduce
@@ -51,7 +51,6 @@ from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_choice, check_flag, check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
@@ -72,8 +71,7 @@ MOST_ELEMENTS = 2**31
 MOST_HALVED = 1 << 30
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Pipelined:
     """Blocks of rows: cuBLAS GEMMs of one while copy engines all-reduce the previous one.
 
@@ -324,8 +322,7 @@ class MatmulAllReduce(Overlapped):
         return gradients_of_matmul(given, torch.ops.weft.all_reduce.default(grad, given.team, "auto"))
 
 
-MATMUL_ALL_REDUCE = MatmulAllReduce()
-register(MATMUL_ALL_REDUCE)
+MATMUL_ALL_REDUCE = register(MatmulAllReduce())
 _FP8 = OverlappedFp8(MATMUL_ALL_REDUCE)
 
 

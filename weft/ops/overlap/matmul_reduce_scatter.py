@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.gemm.gemm_op import FP8, OVERLAPPED_BITS, ROW_PARALLEL, GemmCall, check_operands, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
-from weft.ops.knobs import counts, flipped, halved, knob
+from weft.ops.knobs import counts, design_type, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
@@ -37,7 +37,6 @@ from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first,
 from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_choice, check_divides, check_has_rows, check_team
 from weft.plan.planned import AUTO, Machine, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Pipelined:
     """A cuBLAS GEMM for each piece of the peers' rows, sent by the copy engine; then one for the own rows.
 
@@ -283,8 +281,7 @@ class MatmulReduceScatter(Overlapped):
         return {"a": torch.ops.weft.all_gather_matmul.default(grad, b.t(), *where)}
 
 
-MATMUL_REDUCE_SCATTER = MatmulReduceScatter()
-register(MATMUL_REDUCE_SCATTER)
+MATMUL_REDUCE_SCATTER = register(MatmulReduceScatter())
 _FP8 = OverlappedFp8(MATMUL_REDUCE_SCATTER)
 
 

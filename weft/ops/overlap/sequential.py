@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,12 +17,11 @@ from weft.ops.collectives import fp8_wire
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import FP8, GemmCall, GemmOp, named
 from weft.ops.gemm.matmul import MATMUL
-from weft.ops.knobs import around
+from weft.ops.knobs import around, design_type
 from weft.ops.overlap.operands import Operand, quantized
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.plan.table import Found, bucket
-from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -37,8 +35,7 @@ def rows_overlap(M: int) -> bool:
     return M > SEQUENTIAL_ROWS
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class Sequential:
     """GEMM of each rank and a collective, one after the other. collective: None on one rank."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,16 +12,15 @@ from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.gemm import sliced
 from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.knobs import design_type
 from weft.ops.overlap.operands import Operand, quantized
 from weft.plan.planned import Machine, Planned
-from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class SlicedReduce:
     """GEMM of a rank's slices of K, then an all-reduce of their nodes.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -58,8 +58,7 @@ def accept_drafts(
     results  [B, n + 2 or more] int64, contiguous: chosen in the first columns, the result and the number of drafts in the
              last two
     """
-    check_like("accept_drafts", "chosen", chosen, None, (torch.int64,))
-    check_shape("accept_drafts", "chosen", chosen, ("B", "n"))
+    check_like("accept_drafts", "chosen", chosen, None, (torch.int64,), ("B", "n"))
     batch, places = chosen.shape
     if places == 0:
         raise ValueError(f"accept_drafts: chosen has shape {tuple(chosen.shape)}; pass 1 or more rows of each sequence")
@@ -68,8 +67,7 @@ def accept_drafts(
         ("newest", newest, (batch,)),
         ("results", results, (batch, "w")),
     ):
-        check_like("accept_drafts", name, x, chosen.device, (torch.int64,))
-        check_shape("accept_drafts", name, x, shape)
+        check_like("accept_drafts", name, x, chosen.device, (torch.int64,), shape)
         if name != "rows":
             check_contiguous("accept_drafts", name, x)
     if results.shape[1] < places + 2:
@@ -148,5 +146,4 @@ class AcceptDrafts(Op):
         return chosen.new_empty(len(chosen))
 
 
-ACCEPT_DRAFTS = AcceptDrafts()
-register(ACCEPT_DRAFTS)
+ACCEPT_DRAFTS = register(AcceptDrafts())

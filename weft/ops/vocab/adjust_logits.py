@@ -150,13 +150,11 @@ def adjust_logits(
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_changes("adjust_logits", changes)
-    check_like("adjust_logits", "logits", logits, changes.bias.device, FLOATS)
-    check_shape("adjust_logits", "logits", logits, ("B", changes.bias.shape[1]))
+    check_like("adjust_logits", "logits", logits, changes.bias.device, FLOATS, ("B", changes.bias.shape[1]))
     check_count("adjust_logits", "first", first)
     check_flag("adjust_logits", "guided", guided)
     for name, x in (("rows", rows), ("position", position)):
-        check_like("adjust_logits", name, x, logits.device, (torch.int64,))
-        check_shape("adjust_logits", name, x, (logits.shape[0],))
+        check_like("adjust_logits", name, x, logits.device, (torch.int64,), (logits.shape[0],))
     words = (first + logits.shape[1] - 1) // 32 - first // 32 + 1
     if guided and changes.allowed.shape[1] < words:
         raise ValueError(
@@ -181,8 +179,7 @@ def check_changes(op: str, changes: LogitChanges) -> None:
     """ValueError unless the tensors of ``changes`` are as LogitChanges says, on one device."""
     if not isinstance(changes, LogitChanges):
         raise ValueError(f"{op}: changes={quoted(changes)} is not a LogitChanges; pass weft.ops.LogitChanges(...)")
-    check_like(op, "changes.bias", changes.bias, None, (torch.float32,))
-    check_shape(op, "changes.bias", changes.bias, ("S", "N"))
+    check_like(op, "changes.bias", changes.bias, None, (torch.float32,), ("S", "N"))
     check_shape(op, "changes.bad_words", changes.bad_words, ("S", "W", "L"))
     (slots, vocab), length = changes.bias.shape, changes.bad_words.shape[2]
     shapes = {
@@ -193,8 +190,7 @@ def check_changes(op: str, changes: LogitChanges) -> None:
     }  # fmt: skip
     for name, (dtype, *shape) in shapes.items():
         x = getattr(changes, name)
-        check_like(op, f"changes.{name}", x, changes.bias.device, (dtype,))
-        check_shape(op, f"changes.{name}", x, (slots, *shape))
+        check_like(op, f"changes.{name}", x, changes.bias.device, (dtype,), (slots, *shape))
         check_contiguous(op, f"changes.{name}", x)
         if name in ("ends", "bad_words") and not all(size in POWERS for size in x.shape[1:]):
             raise ValueError(f"{op}: changes.{name} has shape {tuple(x.shape)}; pad its rows to powers of two")
@@ -338,5 +334,4 @@ class AdjustLogits(LogitsOp):
         return torch.empty_like(given.logits, dtype=torch.float32)
 
 
-ADJUST_LOGITS = AdjustLogits()
-register(ADJUST_LOGITS)
+ADJUST_LOGITS = register(AdjustLogits())

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -66,14 +66,11 @@ def draft_rows(first: torch.Tensor, last: torch.Tensor, newest: torch.Tensor, pr
     newest    [B] int64: the newest token
     proposed  [B, k] int64: what was drafted; -1: nothing, and then nothing after it. It may be columns of a wider tensor
     """
-    check_like("draft_rows", "first", first, None, (torch.int64,))
-    check_shape("draft_rows", "first", first, ("B",))
+    check_like("draft_rows", "first", first, None, (torch.int64,), ("B",))
     for name, x in (("first", first), ("last", last), ("newest", newest)):
-        check_like("draft_rows", name, x, first.device, (torch.int64,))
-        check_shape("draft_rows", name, x, first.shape)
+        check_like("draft_rows", name, x, first.device, (torch.int64,), first.shape)
         check_contiguous("draft_rows", name, x)
-    check_like("draft_rows", "proposed", proposed, first.device, (torch.int64,))
-    check_shape("draft_rows", "proposed", proposed, (len(first), "k"))
+    check_like("draft_rows", "proposed", proposed, first.device, (torch.int64,), (len(first), "k"))
     return DraftRows(*DRAFT_ROWS.dispatch(first, last, newest, proposed))
 
 
@@ -136,5 +133,4 @@ class DraftRowsOp(Op):
         return *(proposed.new_empty((batch, drafts + 1)) for _ in range(4)), proposed.new_empty((batch, drafts))
 
 
-DRAFT_ROWS = DraftRowsOp()
-register(DRAFT_ROWS)
+DRAFT_ROWS = register(DraftRowsOp())

@@ -17,7 +17,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.slices import SLICES
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS, check_count
 from weft.runtime.capabilities import launch_options
 
@@ -89,8 +89,7 @@ def log_sums(logits: torch.Tensor, slices: int) -> torch.Tensor:
 
     ValueError where ``slices`` do not divide N, and for other shapes or dtypes.
     """
-    check_like("log_sums", "logits", logits, None, FLOATS)
-    check_shape("log_sums", "logits", logits, ("B", "N"))
+    check_like("log_sums", "logits", logits, None, FLOATS, ("B", "N"))
     check_count("log_sums", "slices", slices)
     batch, columns = logits.shape
     if slices < 1 or columns % slices:
@@ -105,8 +104,7 @@ def log_sums(logits: torch.Tensor, slices: int) -> torch.Tensor:
 
 def join_log_sums(pairs: torch.Tensor) -> torch.Tensor:
     """Log of the sum of exp [B] fp32 from pairs [B, 8, 2] of all slices in their order."""
-    check_like("join_log_sums", "pairs", pairs, None, (torch.float32,))
-    check_shape("join_log_sums", "pairs", pairs, ("B", SLICES, 2))
+    check_like("join_log_sums", "pairs", pairs, None, (torch.float32,), ("B", SLICES, 2))
     out = torch.empty(len(pairs), dtype=torch.float32, device=pairs.device)
     if len(pairs) > 0:
         options = launch_options(capabilities_of(pairs.device))

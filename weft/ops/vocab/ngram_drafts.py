@@ -11,7 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -84,11 +84,9 @@ def ngram_drafts(
     least, most  tokens of an n-gram that ends with the newest token, 1 .. 16. Of the longest ones that stand earlier the last
                counts, and the drafts are the tokens after it; where they are too few, up to the newest one, they are repeated
     """
-    check_like("ngram_drafts", "history", history, None, (torch.int32,))
-    check_shape("ngram_drafts", "history", history, ("B", "length"))
+    check_like("ngram_drafts", "history", history, None, (torch.int32,), ("B", "length"))
     for name, x in (("newest", newest), ("positions", positions)):
-        check_like("ngram_drafts", name, x, history.device, (torch.int64,))
-        check_shape("ngram_drafts", name, x, (len(history),))
+        check_like("ngram_drafts", name, x, history.device, (torch.int64,), (len(history),))
     check_int("ngram_drafts: drafts", drafts, 1, MOST_DRAFTS)
     check_int("ngram_drafts: most", most, 1, MOST_TOKENS)
     check_int("ngram_drafts: least", least, 1, most)
@@ -177,5 +175,4 @@ class NgramDrafts(Op):
         return newest.new_empty(len(history), drafts)
 
 
-NGRAM_DRAFTS = NgramDrafts()
-register(NGRAM_DRAFTS)
+NGRAM_DRAFTS = register(NgramDrafts())

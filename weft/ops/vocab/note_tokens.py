@@ -11,7 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import check_count
 from weft.ops.vocab.adjust_logits import LogitChanges, case_changes, check_changes, local_index
@@ -51,8 +51,9 @@ def note_tokens(
     check_changes("note_tokens", changes)
     check_count("note_tokens", "first", first)
     for name, x in (("rows", rows), ("tokens", tokens), ("position", position)):
-        check_like("note_tokens", name, x, changes.bias.device, (torch.int64,))
-        check_shape("note_tokens", name, x, ("B",) if name == "rows" else (len(rows),))
+        check_like(
+            "note_tokens", name, x, changes.bias.device, (torch.int64,), ("B",) if name == "rows" else (len(rows),)
+        )
     NOTE_TOKENS.dispatch(changes.seen, changes.recent, rows, tokens, position, first)
 
 
@@ -130,5 +131,4 @@ class NoteTokens(Op):
         return None
 
 
-NOTE_TOKENS = NoteTokens()
-register(NOTE_TOKENS)
+NOTE_TOKENS = register(NoteTokens())

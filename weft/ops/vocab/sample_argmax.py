@@ -202,8 +202,7 @@ def sample_argmax(
         ("floor", floor, torch.int32),
     ):
         if x is not None:
-            check_like("sample_argmax", name, x, logits.device, (dtype,))
-            check_shape("sample_argmax", name, x, (batch,))
+            check_like("sample_argmax", name, x, logits.device, (dtype,), (batch,))
         elif temperature is not None and name in ("seed", "position"):
             raise ValueError(f"sample_argmax: a temperature needs random numbers; pass {name}")
     return SAMPLE_ARGMAX.dispatch(SamplingArguments(logits, first, temperature, seed, position, floor))
@@ -376,8 +375,7 @@ class SampleArgmax(LogitsOp):
         return logits.new_empty((self.plan_of(logits).chunks, logits.shape[0], 2), dtype=torch.float32)
 
 
-SAMPLE_ARGMAX = SampleArgmax()
-register(SAMPLE_ARGMAX)
+SAMPLE_ARGMAX = register(SampleArgmax())
 
 
 class JoinArgmax(Op):
@@ -416,5 +414,4 @@ class JoinArgmax(Op):
         return pairs.new_empty((pairs.shape[-2],), dtype=torch.int64)
 
 
-JOIN_ARGMAX = JoinArgmax()
-register(JOIN_ARGMAX)
+JOIN_ARGMAX = register(JoinArgmax())

@@ -21,7 +21,7 @@ import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
+from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_flag
 from weft.ops.vocab.sample_argmax import Chunks, LogitsOp, ordered
@@ -144,16 +144,14 @@ def top_p_mass(
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("top_p_mass", "logits", logits, None, FLOATS)
-    check_shape("top_p_mass", "logits", logits, ("B", "N"))
+    check_like("top_p_mass", "logits", logits, None, FLOATS, ("B", "N"))
     for name, x, dtype in (
         ("best", best, torch.float32),
         ("temperature", temperature, torch.float32),
         ("low", low, torch.int32),
         *((("floor", floor, torch.int32),) if floor is not None else ()),
     ):
-        check_like("top_p_mass", name, x, logits.device, (dtype,))
-        check_shape("top_p_mass", name, x, (logits.shape[0],))
+        check_like("top_p_mass", name, x, logits.device, (dtype,), (logits.shape[0],))
     check_flag("top_p_mass", "count", count)
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
@@ -283,8 +281,7 @@ class TopPMass(LogitsOp):
         return logits.new_empty((self.plan_of(logits).chunks, THRESHOLDS, logits.shape[0]), dtype=torch.int64)
 
 
-TOP_P_MASS = TopPMass()
-register(TOP_P_MASS)
+TOP_P_MASS = register(TopPMass())
 
 
 class Narrow(Op):
@@ -337,5 +334,4 @@ class Narrow(Op):
         return None
 
 
-NARROW = Narrow()
-register(NARROW)
+NARROW = register(Narrow())

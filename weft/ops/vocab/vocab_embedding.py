@@ -47,8 +47,7 @@ def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> t
     check_like("vocab_embedding", "weight", weight, None, FLOATS)
     check_count("vocab_embedding", "first", first)
     check_shape("vocab_embedding", "weight", weight, ("rows", "H"))
-    check_like("vocab_embedding", "tokens", tokens, weight.device, (torch.int64,))
-    check_shape("vocab_embedding", "tokens", tokens, ("T",))
+    check_like("vocab_embedding", "tokens", tokens, weight.device, (torch.int64,), ("T",))
     return VOCAB_EMBEDDING.dispatch(tokens, weight, first)
 
 
@@ -90,5 +89,4 @@ class VocabEmbedding(Op):
         return weight.new_empty((tokens.shape[0], weight.shape[1]))
 
 
-VOCAB_EMBEDDING = VocabEmbedding()
-register(VOCAB_EMBEDDING)
+VOCAB_EMBEDDING = register(VocabEmbedding())

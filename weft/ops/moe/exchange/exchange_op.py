@@ -10,7 +10,6 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from weft.costs.choice import least
 from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.knobs import around, check_knobs, halved, knob, powers
+from weft.ops.knobs import around, design_type, halved, knob, powers
 from weft.ops.local import check_sizes
 from weft.ops.moe.choices import draw_ids
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -32,7 +31,6 @@ from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.workspace import capacity_for, grown_workspace
 from weft.transport.copy_channel import CopyChannel
@@ -86,8 +84,7 @@ class CombineArguments(NamedTuple):
         return Experts.grouped(self.experts, team.rank, team.size // self.tp, self.tp)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class PushRows:
     """One kernel pushes to each rank the rows of tokens that chose an expert there.
 
@@ -97,7 +94,6 @@ class PushRows:
     chunk: int = knob(8, powers(), halved())
     block: int = knob(1024, powers(), halved(16))
     num_warps: int = knob(8, powers(), halved(1, 16))
-    __post_init__ = check_knobs
 
 
 def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:

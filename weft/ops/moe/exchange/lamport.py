@@ -20,11 +20,10 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
-from weft.ops.knobs import halved, knob
+from weft.ops.knobs import design_type, halved, knob
 from weft.ops.moe.exchange.exchange_op import CombineArguments, DispatchArguments, dense
 from weft.ops.registration import as_words
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.codec import exchangeable
 from weft.transport.exchange import Body, launch
 from weft.transport.plans import PushPlan
 from weft.transport.push import is_rank, send_order
@@ -50,14 +49,12 @@ class Words:
         return PushPlan(transport=self.transport, row_bytes=self.row_bytes, num_warps=self.num_warps)
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class GatherWords(Words):
     """Everything of each token to all ranks, by one kernel."""
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class DispatchWords(GatherWords):
     """All rows to all ranks, by one kernel.
 
@@ -287,8 +284,7 @@ def gather_fp8_words(design: DispatchWords, team: Team, given: DispatchArguments
     return rows, all_ids, all_weights, scales
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class CombineWords(Words):
     """All partial sums, by one kernel."""
 

@@ -5,7 +5,6 @@ They carry one piece while the next rows are rounded to fp8, or the next sums ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
-from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers
+from weft.ops.knobs import counts, design_type, either, halved, knob, powers
 from weft.ops.moe.exchange.exchange_op import (
     CombineArguments,
     DispatchArguments,
@@ -31,7 +30,6 @@ from weft.ops.moe.moe_sum import NO_SUMMAND, add_up
 from weft.ops.moe.routing import Routing
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.transport import copy_channel
 from weft.transport.copy_channel import MAX_CHUNKS
@@ -66,8 +64,7 @@ def piece_ends(pieces: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     return tuple(sorted({min(end, tokens) for end in ends} - {0}))
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class CombinePieces:
     """Copy engines carry the sums of a piece of tokens while the sums of the next one are computed.
 
@@ -82,7 +79,6 @@ class CombinePieces:
     block: int = knob(1024, powers(), halved(16))
     num_warps: int = knob(4, powers(), halved(1, 16))
     per_sm: int = knob(8, counts(), halved(1, 16))
-    __post_init__ = check_knobs
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -183,8 +179,7 @@ def combine_pieces(design: CombinePieces, team: Team, given: CombineArguments) -
     return out
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class DispatchPieces:
     """Copy engines carry all rows to all ranks, a piece of fp8 rows while the next one is rounded.
 
@@ -197,7 +192,6 @@ class DispatchPieces:
     chunk: int = knob(2, powers(), halved())
     block: int = knob(1024, powers(), halved(16))
     num_warps: int = knob(4, powers(), halved(1, 16))
-    __post_init__ = check_knobs
 
 
 def mail_channel(team: Team, sizes: Sizes, dtype: torch.dtype) -> copy_channel.CopyChannel:

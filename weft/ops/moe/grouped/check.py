@@ -73,8 +73,7 @@ def check_bias(op: str, bias: torch.Tensor | None, weight: torch.Tensor, dtype: 
     """ValueError unless ``bias`` is of the rows of experts' weights, or None. dtype: of the results."""
     if bias is None:
         return
-    check_like(op, "bias", bias, weight.device, (dtype,))
-    check_shape(op, "bias", bias, tuple(weight.shape[:2]))
+    check_like(op, "bias", bias, weight.device, (dtype,), tuple(weight.shape[:2]))
     if bias.shape[1] > 1 and bias.stride(1) != 1:
         raise ValueError(f"{op}: bias has stride {bias.stride(1)} along its rows; pass bias.contiguous()")
 
@@ -100,8 +99,7 @@ def _check_plain(op: str, given: GroupedArguments, gated: bool) -> None:
     if scales is not None:
         if not gather:
             raise ValueError(f"{op}: scales with gather=False; only rows of tokens are multiplied as they are loaded")
-        check_like(op, "scales", scales, x.device, (torch.float32,))
-        check_shape(op, "scales", scales, (x.shape[0], scales_of(x.shape[1])))
+        check_like(op, "scales", scales, x.device, (torch.float32,), (x.shape[0], scales_of(x.shape[1])))
 
 
 def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
@@ -154,8 +152,7 @@ def check_gate_up(op: str, gate_up: torch.Tensor | Fp8, x: torch.Tensor, experts
     if isinstance(gate_up, Fp8):
         data, dtypes = gate_up.data, (E4M3,)
         check_tensor(op, "x", x, team, HALVES, over_nodes=True)
-        check_like(op, "gate_up.scales", gate_up.scales, x.device, (torch.float32,))
-        check_shape(op, "gate_up.scales", gate_up.scales, (experts.count, "n", "k"))
+        check_like(op, "gate_up.scales", gate_up.scales, x.device, (torch.float32,), (experts.count, "n", "k"))
     check_tensor(op, "gate_up", data, team, dtypes, over_nodes=True)
     check_shape(op, "gate_up", data, (experts.count, "2 N", x.shape[1]))
     if data.shape[1] % 2 or 0 in data.shape:

@@ -24,7 +24,7 @@ first operand of that instruction must come from shared memory as it was loaded,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -37,14 +37,13 @@ from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, rows_
 from weft.kernels.fp8_tile import Fp8Scales, scales_of_gemm
 from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
-from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
+from weft.ops.knobs import design_type, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
 from weft.ops.moe.grouped.kernel import Arriving, Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.routing import ClampedSwiGLU, Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_on
 from weft.runtime.recording import traced_view
 
@@ -53,8 +52,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.view import TeamView
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class GroupedTiles:
     """Persistent programs, each over every programs-th tile.
 
@@ -71,11 +69,9 @@ class GroupedTiles:
     columns: int = knob(1024, near=halved(128))
     num_warps: int = knob(8, near=halved(2, 8))
     num_stages: int = knob(3, near=stepped())
-    __post_init__ = check_knobs
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class FourBitTiles:
     """``GroupedTiles`` of a weight that is read in 4 bits: steps of 128 columns, transposed."""
 
@@ -84,14 +80,12 @@ class FourBitTiles:
     columns: int = knob(1024, near=halved(128))
     num_warps: int = knob(4, near=halved(4, 8))
     num_stages: int = knob(4, near=stepped(2))
-    __post_init__ = check_knobs
 
     block_k: ClassVar[int] = BLOCK
     transposed: ClassVar[bool] = True
 
 
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@design_type
 class FixedTiles:
     """``GroupedTiles`` of the same bits for all fields but ``block_k``, and for all numbers of pairs.
 
@@ -105,7 +99,6 @@ class FixedTiles:
     columns: int = knob(1024, near=halved(128))
     num_warps: int = knob(4, near=halved(4, 8))
     num_stages: int = knob(4, near=stepped(2))
-    __post_init__ = check_knobs
 
     transposed: ClassVar[bool] = True
 

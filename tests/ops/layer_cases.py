@@ -102,7 +102,7 @@ def mutated(module, old, new, name, directory):
     assert old in source
     file = directory / f"{name}.py"
     # Registered ops stay one of a name.
-    file.write_text(re.sub(r"(?m)^(register|define)\(.*\)$", "", source.replace(old, new or old)))
+    file.write_text(re.sub(r"(?m)^(\w+ = |)(register|define)\((.*)\)$", r"\1\3", source.replace(old, new or old)))
     spec = importlib.util.spec_from_file_location(name, file)
     mutant = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)

@@ -66,12 +66,7 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
 
 
 def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: NormWeights | None,
-    weight: NextWeights = None,
-    *,
-    invariant: bool = False,
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: NextWeights = None, *, invariant: bool = False
 ) -> tuple[Tensor | Fp8 | RowsBeside, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
 

@@ -15,12 +15,7 @@ from torch import Tensor
 from weft.parallel import plain
 from weft.parallel.quantized import linear
 from weft.parallel.recipe import Cache, Recipe
-from weft.parallel.tensors import (
-    AttentionWeights,
-    MLPWeights,
-    MoEWeights,
-    VocabWeights,
-)
+from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights, VocabWeights
 
 if TYPE_CHECKING:
     from weft.parallel.sequences import Sequences

@@ -152,11 +152,7 @@ class FusedNorm(Recipe):
         return self if is_small(rows) else self.without_deferred_scale()
 
     def add_norm(
-        self,
-        x: PartialSum | Tensor,
-        residual: Tensor | None,
-        norm: NormWeights | None,
-        weight: NextWeights = None,
+        self, x: PartialSum | Tensor, residual: Tensor | None, norm: NormWeights | None, weight: NextWeights = None
     ) -> tuple[Tensor | Fp8 | RowsBeside | DeferredNorm, Tensor]:
         """``all_reduce_norm``, also of rows that are whole, and without a norm."""
         if not isinstance(x, PartialSum):

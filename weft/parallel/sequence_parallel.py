@@ -141,12 +141,7 @@ class SequenceParallel(Recipe):
         return SequenceShard(rows)
 
     def last_norm(
-        self,
-        x: SequenceShard,
-        residual: SequenceShard,
-        norm: NormWeights,
-        step: Step,
-        rows: Tensor | None,
+        self, x: SequenceShard, residual: SequenceShard, norm: NormWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
         if rows is None:
             normed, _ = self.add_norm(x, residual, norm)

@@ -238,12 +238,7 @@ def _in_tables(
 
 
 def nearest(
-    rows: Iterable[Row],
-    op: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    file: Path,
-    ranks_differ_in_k: bool = False,
+    rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path, ranks_differ_in_k: bool = False
 ) -> Found | None:
     """Nearest of ``rows``, or None.
 

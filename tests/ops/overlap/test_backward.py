@@ -15,7 +15,11 @@ from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.overlap import all_gather_matmul_backward
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
-from weft.ops.overlap.all_gather_matmul_backward import ALL_GATHER_MATMUL_BACKWARD, AllGatherMatmulBackward
+from weft.ops.overlap.all_gather_matmul_backward import (
+    ALL_GATHER_MATMUL_BACKWARD,
+    AllGatherMatmulBackward,
+    BackwardArguments,
+)
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.plan import table
 from weft.plan.memo import forget
@@ -140,7 +144,8 @@ def test_every_design_gives_the_gradients(design, world_size, own_first, dtype):
     def main(team):
         for call in range(2):
             a, b, grad = (x.detach() for x in leaves(team.rank + 10 * call, *shapes, dtype=dtype))
-            found = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad, a, b, own_first, FP32)
+            given = BackwardArguments(grad, a, b, team.name, own_first, FP32)
+            found = ALL_GATHER_MATMUL_BACKWARD.run(design, team, given)
         return found, (a, b, grad)
 
     by_rank = weft.simulate(main, world_size)
@@ -202,7 +207,8 @@ def test_the_check_sees_a_backward_that_does_not_wait_for_the_gather(design, rea
             if design == "auto":
                 y.backward(grad)
             else:
-                ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad, a.detach(), b.detach(), False, FP32)
+                given = BackwardArguments(grad, a.detach(), b.detach(), team.name, False, FP32)
+                ALL_GATHER_MATMUL_BACKWARD.run(design, team, given)
 
     monkeypatch.setattr(all_gather_matmul_backward, "rows_overlap", lambda rows: True)
     forget()
@@ -221,7 +227,8 @@ def test_a_backward_by_shards_between_forwards_has_no_findings(world_size):
         for own_first in (False, True, False):
             a, b = (x.detach() for x in leaves(team.rank, (6, 16), (24, 16)))
             y = ops.all_gather_matmul(a, b, team, own_first=own_first)
-            ALL_GATHER_MATMUL_BACKWARD.run("by_shards", team, y, a, b, own_first, FP32)
+            given = BackwardArguments(y, a, b, team.name, own_first, FP32)
+            ALL_GATHER_MATMUL_BACKWARD.run("by_shards", team, given)
 
     report = weft.check.check(main, world_size, schedules=8)
     assert report.ok, report

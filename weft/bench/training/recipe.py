@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft import ops
-from weft.ops.overlap.all_gather_matmul_backward import ALL_GATHER_MATMUL_BACKWARD
+from weft.ops.overlap.all_gather_matmul_backward import ALL_GATHER_MATMUL_BACKWARD, BackwardArguments
 from weft.parallel import plain
 from weft.parallel.sequence_parallel import SequenceParallel
 from weft.parallel.tensors import AttentionWeights, MLPWeights, SequenceShard
@@ -72,7 +72,8 @@ class _Designed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple:
         (x, weight), (design, team, own_first) = ctx.saved_tensors, ctx.how
-        grads = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad.contiguous(), x, weight, own_first, weight.dtype)
+        given = BackwardArguments(grad.contiguous(), x, weight, team.name, own_first, weight.dtype)
+        grads = ALL_GATHER_MATMUL_BACKWARD.run(design, team, given)
         return *grads, None, None, None
 
 

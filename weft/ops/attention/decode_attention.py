@@ -299,17 +299,9 @@ class DecodeAttention(DecodingOp):
                 )[0]
         return out if gate is None else out * gate.double().sigmoid().view(out.shape), keys, values
 
-    def call(
-        self,
-        case: Case,
-        team: None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
-        *projection: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def call(self, case: Case, team: None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(result, keys, values)"""
+        keys, values, pages, lengths, *projection = tensors
         given, gate = _projected(case, projection)
         options = {"bias": given.bias, "window": case.field("window"), "gate": gate, **cases.scores_of(case, keys)}
         if isinstance(case.design, str):

@@ -99,17 +99,7 @@ class PrefillCall(NamedTuple):
 
 @triton.jit(do_not_specialize=["max_pages"])
 def paged_prefill_attention_kernel(
-    q,
-    cache,
-    pages,
-    out,
-    ranges,
-    tiles,
-    max_pages,
-    scores,
-    fp8,
-    SIZES: tl.constexpr,
-    TILE: tl.constexpr,
+    q, cache, pages, out, ranges, tiles, max_pages, scores, fp8, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
     """out[t, h, :] = softmax(scores of q[t, h, :] . keys of t's sequence up to t) @ its values
 
@@ -400,16 +390,8 @@ class PagedPrefillAttention(AttentionOp):
         longest = min(longest, case.field("window") or longest)
         return Accuracy(terms=longest + case.sizes[2], partials=1, by_row=True)
 
-    def call(
-        self,
-        case: Case,
-        team: None,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: torch.Tensor,
-        *scales: torch.Tensor,
-    ) -> torch.Tensor:
+    def call(self, case: Case, team: None, *tensors: torch.Tensor) -> torch.Tensor:
+        q, keys, values, pages, *scales = tensors
         sizes = {"tokens": len(q), "batch": len(pages)} if case.field("room") else {}
         group = q.shape[1] // keys.shape[1]
         ranges = SequenceRanges.make(_spans_of(case), group, q.dtype, block_m=case.field("block_m"), **sizes)

@@ -363,17 +363,9 @@ class QKNormRope(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[2])
 
-    def call(
-        self,
-        case: Case,
-        team: None,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *projection: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def call(self, case: Case, team: None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(queries, keys, values)"""
+        positions, slots, keys, values, *projection = tensors
         given, places = cases.Projection.of(case, *projection), (positions, slots, keys, values)
         with_keys, invariant = bool(case.field("with_keys")), bool(case.field("invariant"))
         q = qk_norm_rope(given.qkv, *given.norms, given.angles, *places, with_keys, given.bias, invariant=invariant)

@@ -181,16 +181,7 @@ def next_places(words, team, ROWS: tl.constexpr, D: tl.constexpr, HEADS: tl.cons
 
 @triton.jit
 def exchange_heads(
-    mean,
-    log_sum,
-    half,
-    places,
-    out,
-    words,
-    team,
-    HEADS: tl.constexpr,
-    FUSED: tl.constexpr,
-    WARPS: tl.constexpr,
+    mean, log_sum, half, places, out, words, team, HEADS: tl.constexpr, FUSED: tl.constexpr, WARPS: tl.constexpr
 ):
     """Push pair program_id(0), mean [ROWS, D] and log_sum [ROWS], to its heads' owners.
 

@@ -369,12 +369,7 @@ class AllReduceRMSNorm(Op):
         return self.like(residual, team, sums)
 
     def like(
-        self,
-        residual: torch.Tensor,
-        team: str,
-        sums: Sums,
-        deferred: bool = False,
-        format: RowFormat | None = None,
+        self, residual: torch.Tensor, team: str, sums: Sums, deferred: bool = False, format: RowFormat | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Empty tensors like the results of ``run``."""
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -394,12 +389,7 @@ class AllReduceDeferredNorm(Op):
     differs = AllReduceRMSNorm.differs
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        team: str,
-        sums: Sums = PLAIN_SUMS,
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, sums: Sums = PLAIN_SUMS
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
         design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, sums)

@@ -10,16 +10,7 @@ import torch
 
 from weft.arguments import check_int
 from weft.costs.grouped import SEQUENTIAL_BYTES
-from weft.kernels.fp8 import (
-    E4M3,
-    Fp8,
-    RowFormat,
-    by_torch,
-    check_e4m3,
-    empty_rows,
-    fp8_of,
-    read_back,
-)  # fmt: skip
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, check_e4m3, empty_rows, fp8_of, read_back
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall

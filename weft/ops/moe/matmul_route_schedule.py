@@ -27,13 +27,7 @@ from weft.ops.moe.choices import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, block_for, check_schedule
 from weft.ops.moe.route import MAX_EXPERTS, ROUTE, check_gating, gating_of, launch_route, scoring_of
-from weft.ops.moe.router_kernel import (
-    Found,
-    RouterForm,
-    Rows,
-    matmul_route_schedule_kernel,
-    router_parts_kernel,
-)
+from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
 from weft.ops.moe.routing import Experts, Gating, Routed, Routing, Schedule
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice

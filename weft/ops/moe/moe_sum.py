@@ -196,15 +196,8 @@ class MoeSum(MoeOp):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1] + (case.field("shared") is not None))
 
-    def results(
-        self,
-        case: Case,
-        team: Team | None,
-        y: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *shared: torch.Tensor,
-    ) -> torch.Tensor:
+    def results(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> torch.Tensor:
+        y, ids, weights, *shared = tensors
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         return moe_sum(y, Routing(ids, weights), experts, **dict(zip(("shared", "gate"), shared, strict=False)))
 

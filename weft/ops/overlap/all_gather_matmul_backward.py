@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,33 +29,31 @@ if TYPE_CHECKING:
 
 
 @design_type
-class UnderScatter:
-    """Copy engines gather A while GEMM-RS computes A's gradient; then the GEMM of B's gradient.
-
-    scatter  GEMM-RS's plan
-    """
-
-    scatter: Planned
-
-
-@design_type
-class ByShards:
-    """A GEMM of B's gradient for each rank's rows of A as they arrive, added up in fp32; then GEMM-RS.
-
-    scatter  GEMM-RS's plan
-    """
-
-    scatter: Planned
-
-
-@design_type
 class InTurn:
-    """GEMM-RS, an all-gather of A, then the GEMM of B's gradient.
-
-    scatter  GEMM-RS's plan
-    """
+    """GEMM-RS, an all-gather of A, then the GEMM of B's gradient. scatter: GEMM-RS's plan."""
 
     scatter: Planned
+
+
+@design_type
+class UnderScatter(InTurn):
+    """Copy engines gather A while GEMM-RS computes A's gradient; then the GEMM of B's gradient."""
+
+
+@design_type
+class ByShards(InTurn):
+    """A GEMM of B's gradient for each rank's rows of A as they arrive, added up in fp32; then GEMM-RS."""
+
+
+class BackwardArguments(NamedTuple):
+    """Gradient [M, N] of all_gather_matmul's result, the op's arguments, and the dtype of b's gradient."""
+
+    grad: torch.Tensor
+    a_shard: torch.Tensor
+    b: torch.Tensor
+    team: str
+    own_first: bool
+    dtype: torch.dtype
 
 
 class AllGatherMatmulBackward(Op):
@@ -73,15 +71,14 @@ class AllGatherMatmulBackward(Op):
         scatter = MATMUL_REDUCE_SCATTER.plan(call._replace(design=AUTO), machine)
         if call.design != AUTO:
             return self._asked(call.design, scatter, machine)
+        name = "in_turn"
         if machine.world_size == 1 or machine.nodes > 1:
-            return Planned(
-                "in_turn", InTurn(scatter=scatter), "one rank, or several nodes: no copy engine reaches all ranks"
-            )
-        if not rows_overlap(call.M):
-            return Planned("in_turn", InTurn(scatter=scatter), f"M={call.M}: too little to overlap")
-        return Planned(
-            "under_scatter", UnderScatter(scatter=scatter), "copy engines gather A under the GEMM of its gradient"
-        )
+            reason = "one rank, or several nodes: no copy engine reaches all ranks"
+        elif not rows_overlap(call.M):
+            reason = f"M={call.M}: too little to overlap"
+        else:
+            name, reason = "under_scatter", "copy engines gather A under the GEMM of its gradient"
+        return Planned(name, self.designs[name](scatter=scatter), reason)
 
     def _asked(self, design: str, scatter: Planned, machine: Machine) -> Planned:
         if design not in self.designs:
@@ -91,50 +88,34 @@ class AllGatherMatmulBackward(Op):
             raise ValueError(f"{self.name}: design={design!r} needs several ranks of one node; take in_turn")
         return Planned(design, self.designs[design](scatter=scatter), f"asked for design={design!r}")
 
-    def forward(
-        self, grad: torch.Tensor, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        members = find_team(team)
-        results = self.fake(grad, a_shard, b, team, own_first, dtype)
-        submit(
-            self.name,
-            members,
-            (grad, a_shard, b, *results),
-            (own_first, dtype),
-            lambda: self.run(AUTO, members, grad, a_shard, b, own_first, dtype, results),
-        )
+    def forward(self, given: BackwardArguments) -> list[torch.Tensor]:
+        team, results = find_team(given.team), self.fake(given)
+        fields = given.own_first, given.dtype
+        submit(self.name, team, (*given[:3], *results), fields, lambda: self.run(AUTO, team, given, results))
         return results
 
     def run(
-        self,
-        design: str,
-        team: Team,
-        grad: torch.Tensor,
-        a_shard: torch.Tensor,
-        b: torch.Tensor,
-        own_first: bool,
-        dtype: torch.dtype,
-        into: list[torch.Tensor] | None = None,
+        self, design: str, team: Team, given: BackwardArguments, into: list[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Gradients by the design of this name, the same on all ranks: ``into``, or new tensors."""
-        results = into or self.fake(grad, a_shard, b, team.name, own_first, dtype)
-        (M, N), K, by_columns = grad.shape, b.shape[1], b.t()
+        results, grad, own_first = into or self.fake(given), given.grad, given.own_first
+        (M, N), K, by_columns = grad.shape, given.b.shape[1], given.b.t()
         dense = has_dense_rows(by_columns)
         call = GemmCall(M, K, N, grad.dtype, can_describe(grad, by_columns), own_first, design=design, dense=dense)
         planned = self.plan(call, machine_of(team)).design
         if isinstance(planned, UnderScatter):
-            _run_under_scatter(planned, team, grad, a_shard, b, own_first, results)
+            _run_under_scatter(planned, team, given, results)
         elif isinstance(planned, ByShards):
-            _run_by_shards(planned, team, grad, a_shard, b, own_first, results)
+            _run_by_shards(planned, team, given, results)
         else:
             of_a, of_b = results
             MATMUL_REDUCE_SCATTER.run(planned.scatter.design, team, grad, by_columns, own_first, of_a)
-            a = gathered_rows(a_shard, team.name, own_first)
-            weight_gradient_of(grad, a, dtype, of_b)
+            a = gathered_rows(given.a_shard, team.name, own_first)
+            weight_gradient_of(grad, a, given.dtype, of_b)
         return results
 
-    def fake(self, grad, a_shard, b, team, own_first, dtype):
-        return [a_shard.new_empty(a_shard.shape), b.new_empty(b.shape, dtype=dtype)]
+    def fake(self, given: BackwardArguments) -> list[torch.Tensor]:
+        return [given.a_shard.new_empty(given.a_shard.shape), given.b.new_empty(given.b.shape, dtype=given.dtype)]
 
     def backward(self, given: Given, ways: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         grad, a_shard, b, where = given.grad, given.a_shard, given.b, (given.team, given.own_first)
@@ -147,13 +128,7 @@ class AllGatherMatmulBackward(Op):
 
 
 def _run_under_scatter(
-    design: UnderScatter,
-    team: Team,
-    grad: torch.Tensor,
-    a_shard: torch.Tensor,
-    b: torch.Tensor,
-    local_first: bool,
-    results: Sequence[torch.Tensor],
+    design: UnderScatter, team: Team, given: BackwardArguments, results: Sequence[torch.Tensor]
 ) -> None:
     """Run the two GEMMs, the gather beside the first.
 
@@ -164,24 +139,16 @@ def _run_under_scatter(
     copy  | s1 | s2 | s3 | o1 | o2 | o3 |                  shards that arrive, then GEMM-RS's partial results
     gemm  | o1 | o2 | o3 | own | of b |                    rank 0 of 4: A's gradient by owner, then B's
     """
-    world, shard, (of_a, of_b) = team.size, a_shard.contiguous(), results
-    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
+    world, shard, (of_a, of_b) = team.size, given.a_shard.contiguous(), results
+    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], given.own_first)
     gathered.data.view(world, *shard.shape)[own].copy_(shard.detach())
-    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first, of_a)
+    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, given.grad, given.b.t(), given.own_first, of_a)
     await_chunk(landed, 0, (own + 1) % world, world - 1)
-    weight_gradient_of(grad, gathered.data, of_b.dtype, of_b)
+    weight_gradient_of(given.grad, gathered.data, of_b.dtype, of_b)
     team.copy_engine.join()
 
 
-def _run_by_shards(
-    design: ByShards,
-    team: Team,
-    grad: torch.Tensor,
-    a_shard: torch.Tensor,
-    b: torch.Tensor,
-    local_first: bool,
-    results: Sequence[torch.Tensor],
-) -> None:
+def _run_by_shards(design: ByShards, team: Team, given: BackwardArguments, results: Sequence[torch.Tensor]) -> None:
     """Run a GEMM of B's gradient for each rank's rows, as they arrive, then GEMM-RS.
 
     B's gradient is a sum over the rows of A: each shard gives a summand of all of it, which cuBLAS adds in fp32.
@@ -193,16 +160,16 @@ def _run_by_shards(
     copy  | s1 | s2 | s3 |      | o1 | o2 | o3 |           shards that arrive, then GEMM-RS's partial results
     gemm  | s0 | s1 | s2 | s3 | o1 | o2 | o3 | own |       rank 0 of 4: summands of B's gradient, then A's by owner
     """
-    world, shard, (of_a, of_b) = team.size, a_shard.contiguous(), results
-    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
-    panels, of_panels = gathered.data.view(world, *shard.shape), grad.view(world, len(shard), -1)
+    world, shard, (of_a, of_b) = team.size, given.a_shard.contiguous(), results
+    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], given.own_first)
+    panels, of_panels = gathered.data.view(world, *shard.shape), given.grad.view(world, len(shard), -1)
     total = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
     for step in range(1, world):
         place = (own + step) % world
         await_chunk(landed, 0, place)
         cublas.widened(of_panels[place].t(), panels[place].t(), torch.float32, total)
     of_b.copy_(total)
-    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first, of_a)
+    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, given.grad, given.b.t(), given.own_first, of_a)
     team.copy_engine.join()
 
 

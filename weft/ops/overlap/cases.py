@@ -221,11 +221,7 @@ def large_all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
     yield from large_local_first_cases(op, 12800, 1024)
     for w in LARGE_WORLD_SIZES:
         yield made.case(w, BF16, (w * 2048, 1280, 5120))
-        for design in (
-            made.pipelined(),
-            made.pipelined(chunks=2, streams=4, begin_first=True),
-            made.pipelined(span=3),
-        ):
+        for design in (made.pipelined(), made.pipelined(chunks=2, streams=4, begin_first=True), made.pipelined(span=3)):
             yield made.case(w, BF16, (1024, 5120, 2000), design)
         for design in (made.pipelined(span=3), made.pipelined(chunks=2)):
             yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
@@ -243,11 +239,7 @@ def large_matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
             made.pipelined(span=2, streams=1, local_pieces=2),
         ):
             yield made.case(w, BF16, (1024, 5120, 2000), design)
-        for design in (
-            made.fused(FULL_4),
-            made.pipelined(span=2, streams=1),
-            made.pipelined(chunks=2, local_pieces=3),
-        ):
+        for design in (made.fused(FULL_4), made.pipelined(span=2, streams=1), made.pipelined(chunks=2, local_pieces=3)):
             yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
     yield made.case(2, BF16, (1024, 5120, 2000), made.pipelined(chunks=2, accumulate=True))
     yield from large_fp8_wire_cases(op)

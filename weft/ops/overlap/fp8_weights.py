@@ -39,13 +39,7 @@ class OverlappedFp8(Op):
         self.differs = {"a_scales": (0, 1), **of_k}  # type: ignore[misc]  # a scale of all rows, or of each
         define(self)
 
-    def call_with(
-        self,
-        a: Operand,
-        weights: Sequence[Fp8],
-        team: Team,
-        asked: Asked,
-    ) -> list[torch.Tensor]:
+    def call_with(self, a: Operand, weights: Sequence[Fp8], team: Team, asked: Asked) -> list[torch.Tensor]:
         """Results for each weight, of unchecked operands."""
         op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):

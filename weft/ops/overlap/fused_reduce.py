@@ -112,19 +112,7 @@ class Target(NamedTuple):
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_reduce_kernel(
-    a,
-    b,
-    out,
-    send,
-    buffers,
-    split,
-    M,
-    sizes,
-    tiles,
-    block,
-    team,
-    LOCAL_FIRST: tl.constexpr,
-    REPLICATE: tl.constexpr,
+    a, b, out, send, buffers, split, M, sizes, tiles, block, team, LOCAL_FIRST: tl.constexpr, REPLICATE: tl.constexpr
 ):
     """out = sum over ranks of a[M, K] @ b[N, K].T        grid: (programs,), own tiles last
 

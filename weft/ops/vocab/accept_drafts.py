@@ -115,15 +115,8 @@ class AcceptDrafts(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(
-        self,
-        case: Case,
-        team: Team,
-        chosen: torch.Tensor,
-        rows: torch.Tensor,
-        newest: torch.Tensor,
-        results: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chosen, rows, newest, results = tensors
         return accept_drafts(chosen, rows, newest, results), newest, results
 
     def cases(self) -> Iterator[Case]:

@@ -87,15 +87,7 @@ def top_p_mass_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "shift"])
 def narrow_kernel(
-    above,
-    top_p,
-    low,
-    wanted,
-    chunks,
-    shift,
-    FIRST: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    above, top_p, low, wanted, chunks, shift, FIRST: tl.constexpr, THRESHOLDS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """low[b] += 2**shift * the greatest i whose sum over chunks of above[c, i, b] >= wanted[b].
 

@@ -225,9 +225,17 @@ class Op:
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
+    def case(
+        self, world_size: int, dtype: torch.dtype, sizes: Sequence[int], design: Any = AUTO,
+        *, data: str = "random", layout: str = "contiguous", **fields: Any,
+    ) -> Case:  # fmt: skip
+        """A case of this op. fields: its further arguments."""
+        tensors = {"dtype": dtype, "sizes": tuple(sizes), "data": data, "layout": layout}
+        return Case(op=self.name, world_size=world_size, design=design, fields=tuple(fields.items()), **tensors)
+
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
         """The case of a shape as benchmarks and tables name it (``form``)."""
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=tuple(shape), fields=tuple(fields.items()))
+        return self.case(world_size, dtype, shape, **fields)
 
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         """The call of a case whose design is a name."""

@@ -24,7 +24,7 @@ from weft.transport import fp8_push
 
 CASES = [
     *fp8_wire_cases(ALL_REDUCE),
-    *(case for deferred in ((), (("deferred", True),)) for case in fp8_wire_norm_cases(ALL_REDUCE_RMS_NORM, deferred)),
+    *(case for deferred in ({}, {"deferred": True}) for case in fp8_wire_norm_cases(ALL_REDUCE_RMS_NORM, deferred)),
 ]
 SHOTS = {"one_shot": OneShot(push=FEW_FP8), "two_shot": TwoShot(push=FEW_FP8)}
 

@@ -53,8 +53,8 @@ class AttentionOp(Op):
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         pairs, tokens, head_dim = shape
-        sizes, given = (GROUP, 1, head_dim, PAGE), self.sequences_of(pairs, tokens) | fields
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+        fields = self.sequences_of(pairs, tokens) | fields
+        return self.case(world_size, dtype, (GROUP, 1, head_dim, PAGE), **fields)
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         """Fields of a case of ``pairs`` sequences with ``tokens`` tokens each."""

@@ -147,11 +147,10 @@ class DecodeMetadata(Op):
     def cases(self) -> Iterator[Case]:
         for page_size in (16, 64):
             for sizes in ((1, 1), (5, 2), (200, 1), (3, 100)):
-                yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(*sizes, page_size))
-        yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(50, 2, 16), fields=(("queries", 4),))
+                yield self.case(1, torch.int64, (*sizes, page_size))
+        yield self.case(1, torch.int64, (50, 2, 16), queries=4)
         for rank in range(3):
-            fields = (("of_ranks", (rank, 3)),)
-            yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(40, 1, 16), fields=fields)
+            yield self.case(1, torch.int64, (40, 1, 16), of_ranks=(rank, 3))
 
     def forward(self, given: MetadataArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         outputs, positions, pages = self.fake(given), given.positions, given.pages

@@ -220,8 +220,7 @@ class GatheredPrefillAttention(GatheredPlan):
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         tokens, *sizes = shape
-        given = {"lengths": (tokens,), "sampled": True, **fields}
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=tuple(sizes), fields=tuple(given.items()))
+        return self.case(world_size, dtype, sizes, **{"lengths": (tokens,), "sampled": True, **fields})
 
     def flops(self, sizes: Sequence[int]) -> int:
         """Operations of all ranks together."""
@@ -285,8 +284,7 @@ class GatheredPrefillAttention(GatheredPlan):
         few = KeyBlocks(block_n=16, num_warps=1, num_stages=2)
 
         def case(w: int, sizes: tuple[int, ...], dtype: torch.dtype, design: Any, *lengths: int, **fields: Any) -> Case:
-            given = (("lengths", lengths), *fields.items())
-            return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=given)
+            return self.case(w, dtype, sizes, design, lengths=lengths, **fields)
 
         for w in (1, 2, 3, 4, 8):
             # A rank without tokens; stripes of one; a stripe that is cut by one token between two chunks.
@@ -308,8 +306,7 @@ class GatheredPrefillAttention(GatheredPlan):
             for sizes in ((16, 4, 128), (8, 8, 64)):
                 for design in ("gathered", "ulysses", "pipelined"):
                     for lengths in ((4096,), (3001,) if design == "pipelined" else (3000, 1, 777, 128)):
-                        fields = (("lengths", lengths),)
-                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+                        yield self.case(w, BF16, sizes, design, lengths=lengths)
 
 
 GATHERED_PREFILL_ATTENTION = register(GatheredPrefillAttention())

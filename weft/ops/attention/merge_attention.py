@@ -114,10 +114,10 @@ class MergeAttention(Op):
             (FP16, (3, 1, 7, 80), ()),
             (BF16, (2, 0, 4, 32), ()),
         ):
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("empty", empty),))
+            yield self.case(1, dtype, sizes, empty=empty)
 
     def large_cases(self) -> Iterator[Case]:
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(8, 128, 64, 128), fields=(("empty", ((0, 3),)),))
+        yield self.case(1, BF16, (8, 128, 64, 128), empty=((0, 3),))
 
     def forward(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.fake(outs, lses)

@@ -109,8 +109,7 @@ class ShardedPlan(AttentionOp):
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         whole = ShardedShape(*shape)
         sizes = whole.q_heads, whole.kv_heads, whole.head_dim, PAGE
-        given = {"lengths": (whole.context,) * whole.batch, **fields}
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+        return self.case(world_size, dtype, sizes, **{"lengths": (whole.context,) * whole.batch, **fields})
 
     def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of the keys and values of a rank."""

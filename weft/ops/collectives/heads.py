@@ -171,7 +171,7 @@ class ExchangeHeads(Collective):
         D = math.gcd(elements, 128)
         heads = math.gcd(elements // D, 8)
         sizes = (elements // (D * heads), heads * world_size, D)
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(fields.items()))
+        return self.case(world_size, dtype, sizes, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         T, heads, D = case.sizes
@@ -202,11 +202,7 @@ class ExchangeHeads(Collective):
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def cases(self) -> Iterator[Case]:
-        def case(w: int, dtype: torch.dtype, sizes: tuple[int, ...], design: Any = AUTO, **fields: Any) -> Case:
-            named = {name: fields.pop(name) for name in ("layout", "data") if name in fields}
-            given = {"sizes": sizes, "design": design, "fields": tuple(fields.items())}
-            return Case(op=self.name, world_size=w, dtype=dtype, **given, **named)
-
+        case = self.case
         for w in (1, 2, 3, 4, 8):
             yield case(w, FP16, (7, w, 24), tokens=(7, 0, 1, 3, 7, 0, 2, 5)[:w], heads=(3 * w,))
             if w == 8:
@@ -228,8 +224,8 @@ class ExchangeHeads(Collective):
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, heads, D in ((4096 // w, 32, 128), (32768 // w, 64, 128)):
-                for fields in ((("heads", (8, 8)),), (("heads", (8, 8)), ("tokens", (T, T - 1, 3, T)[:w]))):
-                    yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(T, heads, D), fields=fields)
+                yield self.case(w, BF16, (T, heads, D), heads=(8, 8))
+                yield self.case(w, BF16, (T, heads, D), heads=(8, 8), tokens=(T, T - 1, 3, T)[:w])
 
 
 def _words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:

@@ -159,20 +159,18 @@ class AddRMSNorm(Op):
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(("alone", True),))
+                yield self.case(1, dtype, sizes)
+            yield self.case(1, dtype, (3, 5, 640), layout="transposed")
+            yield self.case(1, dtype, (3, 640), alone=True)
         for kind, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
-            for beside in ((), (("beside", True),)):
-                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind), *beside))
-        for dtype, fields in ((FP16, ()), (BF16, ()), (BF16, (("fp8_rows", "group"),))):
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(*fields, ("wide_norm", True)))
+            for beside in ({}, {"beside": True}):
+                yield self.case(1, BF16, sizes, fp8_rows=kind, **beside)
+        for dtype, fields in ((FP16, {}), (BF16, {}), (BF16, {"fp8_rows": "group"})):
+            yield self.case(1, dtype, (3, 640), **fields, wide_norm=True)
         for dtype, sizes, fields in (
-            (BF16, (3, 5, 640), ()),
-            (FP16, (7, 1), ()),
-            (BF16, (5, 1200), (("fp8_rows", "group"),)),
-        ):
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(*fields, ("invariant", True)))
+            (BF16, (3, 5, 640), {}), (FP16, (7, 1), {}), (BF16, (5, 1200), {"fp8_rows": "group"}),
+        ):  # fmt: skip
+            yield self.case(1, dtype, sizes, **fields, invariant=True)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, invariant: bool = False

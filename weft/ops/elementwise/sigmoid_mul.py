@@ -88,9 +88,9 @@ class SigmoidMul(Op):
             for sizes in ((1, 1), (1, 1024), (2, 513), (3, 300), (130, 257), (0, 8), (5, 0)):
                 yield self.case_of(sizes, dtype, 1)
             for layout in ("transposed", "strided"):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 600), layout=layout)
+                yield self.case(1, dtype, (3, 600), layout=layout)
         for sizes, kind in (((7, 520), "group"), ((1, 1300), "group"), ((2, 1300), "token"), ((3, 520), "static")):
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind),))
+            yield self.case(1, BF16, sizes, fp8_rows=kind)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         out = self.fake(x, gate)

@@ -29,7 +29,7 @@ MAX_ROWS = 4
 # Elements of a row that one program can hold, to find one scale for a token.
 MAX_TOKEN = 32768
 CASES_EPS = 1e-6
-GELU = ("activation", "gelu_tanh")
+GELU = {"activation": "gelu_tanh"}
 
 
 @triton.jit
@@ -149,26 +149,25 @@ class SiluMul(Op):
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for M, N in ((1, 1), (1, 1024), (2, 513), (3, 300), (130, 257), (0, 8), (5, 0)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N))
+                yield self.case(1, dtype, (M, 2 * N))
             for layout in ("transposed", "strided"):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 600), layout=layout)
+                yield self.case(1, dtype, (3, 600), layout=layout)
             for M, N, parts in ((1, 1, 1), (5, 513, 20), (130, 257, 3), (0, 8, 2)):
-                fields = (("squares", parts),)
                 for layout in ("contiguous", "strided"):
-                    yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), layout=layout, fields=fields)
+                    yield self.case(1, dtype, (M, 2 * N), layout=layout, squares=parts)
         for M, N, fields in (
-            (7, 520, (("fp8_rows", "group"),)),
-            (1, 1300, (("fp8_rows", "group"),)),
-            (5, 40, (("fp8_rows", "token"), ("squares", 3))),
-            (2, 1300, (("fp8_rows", "token"),)),
-            (3, 520, (("fp8_rows", "static"),)),
-            (3, 520, (("fp8_rows", "group"), GELU)),
-            (5, 40, (("fp8_rows", "token"), ("squares", 3), GELU)),
+            (7, 520, {"fp8_rows": "group"}),
+            (1, 1300, {"fp8_rows": "group"}),
+            (5, 40, {"fp8_rows": "token", "squares": 3}),
+            (2, 1300, {"fp8_rows": "token"}),
+            (3, 520, {"fp8_rows": "static"}),
+            (3, 520, {"fp8_rows": "group", **GELU}),
+            (5, 40, {"fp8_rows": "token", "squares": 3, **GELU}),
         ):
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(M, 2 * N), fields=fields)
+            yield self.case(1, BF16, (M, 2 * N), **fields)
         for dtype in (FP16, BF16, FP32):
-            for M, N, fields in ((3, 300, (GELU,)), (5, 513, (("squares", 20), GELU))):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), fields=fields)
+            for M, N, fields in ((3, 300, GELU), (5, 513, {"squares": 20, **GELU})):
+                yield self.case(1, dtype, (M, 2 * N), **fields)
 
     def forward(
         self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float, activation: str = "silu"

@@ -261,13 +261,13 @@ class AddAdapters(Op):
         return y
 
     def cases(self) -> Iterator[Case]:
-        joined = (("ends", (48, 64, 80)),)
+        joined = {"ends": (48, 64, 80)}
         for dtype, sizes, fields in (
-            (FP32, (5, 80, 40, 2, 16), joined), (BF16, (5, 80, 40, 2, 16), joined), (FP16, (3, 33, 24, 1, 16), ()),
-            (FP32, (1, 16, 16, 1, 16), ()), (BF16, (1, 16, 1100, 3, 32), ()), (FP32, (0, 16, 16, 1, 16), ()),
-            (BF16, (70, 130, 72, 3, 16), (("ends", (64, 130)),)), (BF16, (20, 70, 48, 2, 64), (("ends", (35, 70)),)),
+            (FP32, (5, 80, 40, 2, 16), joined), (BF16, (5, 80, 40, 2, 16), joined), (FP16, (3, 33, 24, 1, 16), {}),
+            (FP32, (1, 16, 16, 1, 16), {}), (BF16, (1, 16, 1100, 3, 32), {}), (FP32, (0, 16, 16, 1, 16), {}),
+            (BF16, (70, 130, 72, 3, 16), {"ends": (64, 130)}), (BF16, (20, 70, 48, 2, 64), {"ends": (35, 70)}),
         ):  # fmt: skip
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=fields)
+            yield self.case(1, dtype, sizes, **fields)
 
     def forward(self, given: AdapterArguments) -> None:
         y, x, A, B, scale, ends, adapters = given

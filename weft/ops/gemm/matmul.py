@@ -171,11 +171,11 @@ class Matmul(LocalGemm):
         return matmul(a, b, invariant=bool(case.field("invariant")))
 
     def cases(self) -> Iterator[Case]:
-        return gemm_cases.matmul_cases(self.name, Persistent)
+        return gemm_cases.matmul_cases(self, Persistent)
 
     def large_cases(self) -> Iterator[Case]:
-        yield Case(op=self.name, world_size=1, dtype=torch.bfloat16, sizes=(4096, 4096, 4096))
-        yield from gemm_cases.large_quantized_cases(self.name)
+        yield self.case(1, torch.bfloat16, (4096, 4096, 4096))
+        yield from gemm_cases.large_quantized_cases(self)
 
     def run(
         self, design: Any, team: None, a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, out: torch.Tensor | None = None

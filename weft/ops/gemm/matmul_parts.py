@@ -116,15 +116,15 @@ class MatmulParts(Op):
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16):
             for sizes in ((1, 48, 96), (7, 64, 512), (6, 24, 264), (40, 96, 136)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+                yield self.case(1, dtype, sizes)
         for dtype, sizes, field in (
-            (BF16, (5, 48, 4224), ("block_fp8", True)), (BF16, (7, 80, 264), ("channel_fp8", True)),
-            (BF16, (5, 48, 4224), ("four_bit", "mxfp4")), (FP16, (3, 40, 280), ("four_bit", "int4")),
+            (BF16, (5, 48, 4224), {"block_fp8": True}), (BF16, (7, 80, 264), {"channel_fp8": True}),
+            (BF16, (5, 48, 4224), {"four_bit": "mxfp4"}), (FP16, (3, 40, 280), {"four_bit": "int4"}),
         ):  # fmt: skip
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(field,))
+            yield self.case(1, dtype, sizes, **field)
 
     def large_cases(self) -> Iterator[Case]:
-        return (case for case in large_quantized_cases(self.name) if case.design == AUTO)
+        return (case for case in large_quantized_cases(self) if case.design == AUTO)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
         design = _plan(x, weight, squares is not None)

@@ -129,14 +129,13 @@ class MatmulSiluMul(LocalGemm):
         return matmul_silu_mul(a, b, **options)
 
     def cases(self) -> Iterator[Case]:
-        yield from gemm_cases.silu_cases(self.name)
-        yield from gemm_cases.fp8_rows_cases(self.name)
+        yield from gemm_cases.silu_cases(self)
+        yield from gemm_cases.fp8_rows_cases(self)
 
     def large_cases(self) -> Iterator[Case]:
-        yield from gemm_cases.large_quantized_cases(self.name)
+        yield from gemm_cases.large_quantized_cases(self)
         for rows, design in ((16, "small_m"), (2048, "cublas")):
-            fields = ("block_fp8", True), ("fp8_rows", True)
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(rows, 6400, 2560), design=design, fields=fields)
+            yield self.case(1, BF16, (rows, 6400, 2560), design, block_fp8=True, fp8_rows=True)
 
     def run(
         self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu"

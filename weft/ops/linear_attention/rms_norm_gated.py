@@ -103,7 +103,7 @@ class RMSNormGated(Op):
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 1, 1), (7, 3, 128), (130, 2, 33), (2, 4, 1024), (0, 2, 16)):
                 yield self.case_of(sizes, dtype, 1)
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 64), layout="transposed")
+            yield self.case(1, dtype, (3, 5, 64), layout="transposed")
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out, (tokens, heads, D) = self.fake(x, gate, weight, eps), x.shape

@@ -121,7 +121,7 @@ class AcceptDrafts(Op):
 
     def cases(self) -> Iterator[Case]:
         for sizes in ((1, 1), (9, 2), (33, 5), (12, 9)):
-            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes)
+            yield self.case(1, FP32, sizes)
 
     def forward(
         self, chosen: torch.Tensor, rows: torch.Tensor, newest: torch.Tensor, results: torch.Tensor

@@ -291,13 +291,12 @@ class AdjustLogits(LogitsOp):
         return self.run(case.design, None, given)
 
     def cases(self) -> Iterator[Case]:
-        guided = (("guided", True),)
         for dtype in (FP16, BF16, FP32):
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(5, 300), layout="strided")
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 1100), fields=guided)
-        yield Case(op=self.name, world_size=1, dtype=FP32, sizes=(1, 1))
+            yield self.case(1, dtype, (5, 300), layout="strided")
+            yield self.case(1, dtype, (3, 1100), guided=True)
+        yield self.case(1, FP32, (1, 1))
         design = Chunks(chunks=3, chunk=230)
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(4, 650), design=design, fields=guided)
+        yield self.case(1, BF16, (4, 650), design=design, guided=True)
 
     def run(self, design: Chunks, team: None, given: AdjustArguments) -> torch.Tensor:
         """``adjust_logits`` of checked arguments."""

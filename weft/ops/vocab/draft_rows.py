@@ -114,7 +114,7 @@ class DraftRowsOp(Op):
 
     def cases(self) -> Iterator[Case]:
         for sizes in ((1, 1), (9, 3), (33, 4), (12, 8), (7, 0)):
-            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes)
+            yield self.case(1, FP32, sizes)
 
     def forward(
         self, first: torch.Tensor, last: torch.Tensor, newest: torch.Tensor, proposed: torch.Tensor

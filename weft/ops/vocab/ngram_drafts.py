@@ -151,8 +151,7 @@ class NgramDrafts(Op):
             ((5, 33), 2, (8, 3, 16)),
             ((4, BLOCK + 70), 9, (3, 1, 4)),
         ):
-            fields = (("tokens", tokens), ("options", options))
-            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes, fields=fields)
+            yield self.case(1, FP32, sizes, tokens=tokens, options=options)
 
     def forward(
         self, history: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor, drafts: int, least: int, most: int

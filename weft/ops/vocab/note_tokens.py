@@ -103,7 +103,7 @@ class NoteTokens(Op):
 
     def cases(self) -> Iterator[Case]:
         for sizes in ((1, 1), (9, 70)):
-            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes)
+            yield self.case(1, FP32, sizes)
 
     def forward(
         self,

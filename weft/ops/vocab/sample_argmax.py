@@ -335,15 +335,13 @@ class SampleArgmax(LogitsOp):
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, layout="strided")
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("sampled", True),))
+                yield self.case(1, dtype, sizes, layout="strided")
+                yield self.case(1, dtype, sizes, sampled=True)
             for sampled in (False, True):
-                fields = (("sampled", sampled), ("broken", True))
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(9, 1100), fields=fields)
+                yield self.case(1, dtype, (9, 1100), sampled=sampled, broken=True)
         design = Chunks(chunks=3, chunk=384)
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 1025), design=design, fields=(("sampled", True),))
-        broken = (("sampled", True), ("broken", True))
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(9, 1025), design=design, fields=broken)
+        yield self.case(1, BF16, (3, 1025), design=design, sampled=True)
+        yield self.case(1, BF16, (9, 1025), design, sampled=True, broken=True)
 
     def run(self, design: Chunks, team: None, given: SamplingArguments) -> torch.Tensor:
         """``sample_argmax`` of checked arguments."""
@@ -400,7 +398,7 @@ class JoinArgmax(Op):
 
     def cases(self) -> Iterator[Case]:
         for sizes in ((1, 1, 1), (4, 3, 5), (2, 64, 2), (2, 3, 0)):
-            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes)
+            yield self.case(1, FP32, sizes)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         pairs = pairs.contiguous()

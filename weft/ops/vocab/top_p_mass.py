@@ -234,10 +234,10 @@ class TopPMass(LogitsOp):
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 5000), (3, 300), (17, 70)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
-            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(5, 300), fields=(("count", True),))
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(4, 310), fields=(("floor", True),))
-        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 600), design=Chunks(chunks=4, chunk=190))
+                yield self.case(1, dtype, sizes)
+            yield self.case(1, dtype, (5, 300), count=True)
+        yield self.case(1, BF16, (4, 310), floor=True)
+        yield self.case(1, BF16, (3, 600), design=Chunks(chunks=4, chunk=190))
 
     def run(self, design: Chunks, team: None, given: MassArguments) -> torch.Tensor:
         """``top_p_mass`` of checked arguments."""
@@ -309,7 +309,7 @@ class Narrow(Op):
 
     def cases(self) -> Iterator[Case]:
         for sizes, shift in (((1, 16, 1), 28), ((3, 16, 5), 28), ((2, 3, 16, 4), 24), ((70, 16, 3), 28)):
-            yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=sizes, fields=(("shift", shift),))
+            yield self.case(1, torch.int64, sizes, shift=shift)
 
     def forward(
         self, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int, count: bool

@@ -75,7 +75,7 @@ class VocabEmbedding(Op):
     def cases(self) -> Iterator[Case]:
         for dtype in (BF16, FP32):
             for sizes in ((1, 4, 8), (7, 5, 1030), (40, 100, 96), (0, 3, 8)):
-                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+                yield self.case(1, dtype, sizes)
 
     def forward(self, tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
         x = weight.new_empty((tokens.shape[0], weight.shape[1]))

@@ -37,8 +37,10 @@ ROUNDING, ROUNDED = 0.9, 2.4
 NORMED = 8
 # Router, choice and schedule, by one H200 (benchmarks/lab/h200-route-parts.json, h200-route.json). Three launches: time besides
 # theirs. One launch: its time, and factor of the time in which it reads the router, of one token and of more; its last program
-# takes 1 us for 1,450 logits and 4 for twice as many; the most logits that it takes.
-SEQUENTIAL_ROUTING, FUSED_ONE, FUSED_ROUTING, FUSED_PACE, FUSED_LOGITS = 1.1, (3.5, 4.2), (6.2, 2.7), 1450.0, 8192
+# takes 1 us for 1,450 logits and 4 for twice as many.
+SEQUENTIAL_ROUTING, FUSED_ONE, FUSED_ROUTING, FUSED_PACE = 1.1, (3.5, 4.2), (6.2, 2.7), 1450.0
+# Most logits of one launch, tokens and experts rounded up to powers of two: its last program holds 32 a thread of 8 warps.
+FUSED_LOGITS = 8192
 # Suffix of an op whose rows are in the order of arrival.
 LOCAL_FIRST, FP8_WIRE = "local_first", "fp8_wire"
 # Bytes of an element of rows that are sent to experts in fp8, with its share of a scale.

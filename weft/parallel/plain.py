@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.ops.moe.route import choices_by_torch
 from weft.ops.moe.routing import ClampedSwiGLU, Routing
 from weft.parallel import latent
 from weft.parallel.delta_net import delta_net, with_rates
@@ -308,20 +309,9 @@ def shared_expert(x: Tensor, w: MLPWeights, gate: Tensor | None) -> Tensor:
 
 
 def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Tensor, Tensor]:
-    """Reference of ``ops.route``: (ids [T, k], weights [T, k])."""
-    k, scoring, renormalize, groups, group_limit, scale = gating
-    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
-    choose_by = logits.float() if bias is None else scores + bias
-    by_group = choose_by.unflatten(-1, (groups, -1))
-    of_group = by_group.amax(-1) if bias is None else by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
-    best = of_group.sort(descending=True, stable=True).indices[:, :group_limit]
-    inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, best, True)
-    allowed = by_group.masked_fill(~inside[..., None], -torch.inf).flatten(1)
-    ids = allowed.sort(descending=True, stable=True).indices[:, :k]
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, (weights * scale).to(logits.dtype)
+    """``ops.route`` by torch: (ids [T, k], weights [T, k])."""
+    ids, weights = choices_by_torch(logits.float(), bias, gating)
+    return ids, weights.to(logits.dtype)
 
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:

@@ -66,13 +66,15 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
     return ids.contiguous()
 
 
-def schedule_by_torch(ids: torch.Tensor, experts: Experts, block: int, most: int) -> tuple[torch.Tensor, ...]:
+def schedule_by_torch(
+    ids: torch.Tensor, experts: Experts, block: int, most: int, start: int = 0
+) -> tuple[torch.Tensor, ...]:
     """(pairs, counts, tiles [most, 4], tile_count) of ``Schedule`` by torch; -1 where undefined.
 
-    Nothing is read by the host.
+    Tokens come in order from ``start`` on. Nothing is read by the host.
     """
-    (T, k), device = ids.shape, ids.device
-    token, choice = torch.arange(T, device=device)[:, None], torch.arange(k, device=device)
+    (T, k), device, ids = ids.shape, ids.device, ids.roll(-start, 0)
+    token, choice = torch.arange(T, device=device).roll(-start)[:, None], torch.arange(k, device=device)
     known = torch.where((ids >= 0) & (ids < experts.total), ids, experts.total).long()
     asked = ids.new_full((T, experts.total + 1), -1).scatter(1, known, (token * k + choice).int())
     asked = asked[:, experts.first : experts.first + experts.count].T

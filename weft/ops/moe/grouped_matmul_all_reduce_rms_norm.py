@@ -401,8 +401,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features
 
     def flops(self, sizes: Sequence[int]) -> int:
-        shape = MoeShape(*sizes)
-        return int(2 * shape.pairs * shape.hidden * shape.features)
+        return GROUPED_MATMUL.flops(sizes)
 
     def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         """Only experts that are chosen are read."""

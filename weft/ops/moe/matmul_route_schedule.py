@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int
+from weft.costs.predicted import FUSED_LOGITS as MOST_LOGITS
 from weft.kernels.operands import row_stride, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm.matmul import matmul
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-# Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps.
-MOST_LOGITS = 8192
 # Tokens that a program multiplies at once: 16 fp32 sums a thread of 4 warps.
 MOST_TOKENS = 128
 # Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).

@@ -17,10 +17,11 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int, quoted
+from weft.costs.grouped import BLOCKS, block_for
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_sizes
 from weft.ops.moe.check import check_choices, check_experts
-from weft.ops.moe.choices import common, draw_ids, experts_of
+from weft.ops.moe.choices import common, draw_ids, experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Schedule, check_distinct
 from weft.ops.op import UNCHANGED, register
@@ -32,7 +33,6 @@ from weft.runtime.launching import launch_on
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-BLOCKS = (16, 32, 64, 128)
 # Ids that a program holds at a time: 128 a thread of 8 warps.
 IDS = 1 << 15
 
@@ -171,16 +171,6 @@ def check_schedule(
             )
 
 
-def block_for(pairs: int, experts: int) -> int:
-    """Pairs of a tile: 16 where an expert has about 8 or fewer, for which more rows only take longer.
-
-    8 tokens of Qwen3-30B-A3B on an H200, half of it: tiles of 32 pairs take 3 to 23 % longer than of 16, of 64 5 to 54 %; from
-    256 pairs an expert on, tiles of 128 are the fastest.
-    """
-    mean = pairs / experts
-    return next((block for block in BLOCKS[:-1] if 2 * mean <= block), BLOCKS[-1])
-
-
 class MoeSchedule(MoeOp):
     """sizes of a case: T, k, experts in all."""
 
@@ -207,28 +197,13 @@ class MoeSchedule(MoeOp):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
-        [ids] = by_rank[rank]
         T, k, total = case.sizes
-        held = experts_of(case, total, rank)
-        first, count = held.first, held.count
-        start, block = case.field("start") or 0, case.field("block") or block_for(T * k, total)
+        block = case.field("block") or block_for(T * k, total)
         if not isinstance(case.design, str):
             block = case.design.block
-        pairs = torch.full((count, T), -1, dtype=torch.int32)
-        counts, tiles, before = torch.zeros(count, dtype=torch.int32), [], 0
-        rows = ids.tolist()
-        for expert in range(count):
-            order = [(start + place) % T for place in range(T)]
-            chosen = [token * k + rows[token].index(first + expert) for token in order if first + expert in rows[token]]
-            pairs[expert, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-            counts[expert] = len(chosen)
-            for at in range(0, len(chosen), block):
-                tiles.append((expert, expert * T + at, before + at, min(block, len(chosen) - at)))
-            before += len(chosen)
-        table = torch.full((most_tiles(T * k, count, block), 4), -1, dtype=torch.int32)
-        table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-        tile_count = torch.tensor([len(tiles)], dtype=torch.int32)
-        return tuple(x.to(ids.device) for x in (pairs, counts, table, tile_count))
+        experts = experts_of(case, total, rank)
+        most = most_tiles(T * k, experts.count, block)
+        return schedule_by_torch(*by_rank[rank], experts, block, most, case.field("start") or 0)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)

@@ -190,6 +190,25 @@ def gating_of(case: Case, k: int) -> Gating:
     return Gating(k, **given, **dict(zip(("groups", "group_limit"), case.field("groups") or (), strict=False)))
 
 
+def choices_by_torch(
+    logits: torch.Tensor, bias: torch.Tensor | None, gating: Gating
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [T, k], weights [T, k]) of ``route`` by torch, computed in the dtype of ``logits``."""
+    k, scoring, renormalize, groups, group_limit, scale = gating
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    choose_by = logits if bias is None else scores + bias
+    by_group = choose_by.unflatten(-1, (groups, -1))
+    of_group = by_group.amax(-1) if bias is None else by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
+    best = of_group.sort(descending=True, stable=True).indices[:, :group_limit]
+    inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, best, True)
+    allowed = by_group.masked_fill(~inside[..., None], -torch.inf).flatten(1)
+    ids = allowed.sort(descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
 class Route(MoeOp):
     """sizes of a case: T, E, k."""
 
@@ -217,24 +236,9 @@ class Route(MoeOp):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """Weights by expert, [T, E]: 0 for experts that are not chosen."""
-        logits, *bias = by_rank[rank]
-        E, k = case.sizes[1:]
-        x = logits.double()
-        scores = x.sigmoid() if case.field("scoring") == "sigmoid" else x.softmax(-1)
-        choose_by = x
-        for shift in bias:
-            choose_by = scores + shift.double()
-        groups = case.field("groups") or (1, 1)
-        by_group = choose_by.view(-1, groups[0], E // groups[0])
-        of_group = by_group.topk(min(2, E // groups[0]), dim=-1).values.sum(-1) if bias else by_group.amax(-1)
-        best = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : groups[1]]
-        inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, best, True)
-        allowed = by_group.masked_fill(~inside[..., None], -torch.inf).flatten(1)
-        ids = allowed.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        weights = scores.gather(1, ids)
-        if case.field("renormalize") is not False:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return torch.zeros_like(scores).scatter(1, ids, weights * (case.field("scale") or 1.0))
+        logits, *bias = (x.double() for x in by_rank[rank])
+        ids, weights = choices_by_torch(logits, bias[0] if bias else None, gating_of(case, case.sizes[2]))
+        return torch.zeros_like(logits).scatter(1, ids, weights)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1])

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weft.arguments import check_int
 from weft.runtime.virtual_rank import settle
-
-if TYPE_CHECKING:
-    pass
-
 
 # Most choices of a token that kernels take.
 MAX_CHOICES = 16

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.arguments import check_int, quoted
+from weft.arguments import quoted
 from weft.kernels.fp8 import RowFormat
 from weft.ops.registration import HALVES, check_is_tensor
 from weft.plan.planned import Machine, machine
@@ -128,10 +128,3 @@ def check_contiguous(op: str, name: str, x: torch.Tensor) -> None:
     """ValueError unless ``x``, which a kernel writes or reads where it lies, is contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{op}: {name} has strides {x.stride()}; it is used in place, so it must be contiguous")
-
-
-def check_sizes(op: str, names: Sequence[str], sizes: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes of a call to be planned. ValueError unless they are positive integers."""
-    return tuple(
-        check_int(f"{op}: {name}", size, 1, remedy="pass 1 or more") for name, size in zip(names, sizes, strict=True)
-    )

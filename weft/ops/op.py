@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import torch
 from torch._C import _autograd, _functorch, _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 
-from weft.arguments import did_you_mean, listed, quoted
+from weft.arguments import check_int, did_you_mean, listed, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.knobs import around
 from weft.ops.layout import Given, Layout, autograd_formula, flat
@@ -60,6 +60,7 @@ class Op:
              design, which the plan chooses by both. No op inherits it
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
+    calls    type of its calls, if they are the sizes, a dtype and the name of a design
     no_plan  why an op without a plan needs none
     options  names of further fields of ``call_of``
     variants names of fields of its calls whose rows in the tables are under name+variant: matmul+partials
@@ -87,6 +88,7 @@ class Op:
     designs: ClassVar[Mapping[str, type]] = {}
     bits: ClassVar[str | Mapping[str, str]]
     sizes: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[type[tuple]]
     no_plan: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ()
@@ -147,7 +149,12 @@ class Op:
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> Any:
         """Call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError if they do not fit."""
-        raise NotImplementedError
+        return self.calls(*self.checked_sizes(sizes), dtype, design)
+
+    def checked_sizes(self, sizes: Sequence[Any]) -> tuple[int, ...]:
+        """ValueError unless ``sizes`` are positive integers."""
+        named = zip(self.sizes, sizes, strict=True)
+        return tuple(check_int(f"{self.name}: {name}", size, 1, remedy="pass 1 or more") for name, size in named)
 
     def rule(self, call: Call, machine: Machine) -> tuple[str, str]:
         """Name of the design where no row decides, and the reason as a sentence."""
@@ -254,8 +261,8 @@ class Op:
         raise NotImplementedError
 
     def accuracy(self, case: Case) -> Accuracy:
-        """Accuracy that the result must have."""
-        raise NotImplementedError
+        """Accuracy that the result must have: by default the reference's bits."""
+        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Any:
         """Call the public function, or ``run`` if ``case.design`` is a design, with tensors of ``inputs``."""

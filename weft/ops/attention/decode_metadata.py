@@ -17,7 +17,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.kernels.block_cyclic import local_slots
-from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import check_count
@@ -135,9 +135,6 @@ class DecodeMetadata(Op):
         slots = local_slots(positions, pages, page_size, *(case.field("of_ranks") or (0, 1)))
         arrivals = torch.zeros(len(positions) * kv_heads, dtype=torch.int32, device=at.device)
         return at, slots, (positions + 1).int(), arrivals
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _, kv_heads, page_size = case.sizes

@@ -15,7 +15,7 @@ from weft.ops.attention.fixed_runs import IN_RUNS, FixedRuns, fixed_runs_for, pa
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
 from weft.ops.knobs import check_knobs, counts, design_type, halved, knob, stepped
-from weft.ops.local import capabilities_of, check_like, check_sizes, compiler_options, machine_on
+from weft.ops.local import capabilities_of, check_like, compiler_options, machine_on
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.launching import Launch, launch_on
@@ -171,7 +171,7 @@ class DecodingOp(AttentionOp):
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
     ) -> DecodingCall:
-        batch, context, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
+        batch, context, kv_heads, head_dim = self.checked_sizes(sizes)
         check_head_dim(head_dim)
         return DecodingCall(batch * kv_heads, context, head_dim, dtype, design, invariant=invariant)
 

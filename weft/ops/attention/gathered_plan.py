@@ -15,7 +15,6 @@ from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sequence_ranges import default_block_m
 from weft.ops.case import Case
 from weft.ops.knobs import around, counts, design_type, halved, knob, moved, stepped
-from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
@@ -123,7 +122,7 @@ class GatheredPlan(Op):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> GatheredCall:
-        tokens, *heads = check_sizes(self.name, self.sizes, sizes)
+        tokens, *heads = self.checked_sizes(sizes)
         check_sharing(self.name, *heads)
         return GatheredCall(tokens, *heads, dtype, design)
 

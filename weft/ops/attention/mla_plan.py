@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from weft.ops.attention.decoding import MAX_SPLITS, splits_of
 from weft.ops.case import Case
 from weft.ops.knobs import check_knobs, counts, design_type, halved, knob, powers, stepped
-from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
@@ -112,12 +111,10 @@ class MLAPlan(Op):
     name, alias = "mla_decode_attention", "mla-decode-attention"
     bits = "depend on the batch, the new tokens of a sequence, a rank's heads, the page table's room and the design"
     designs = {"blocks": LatentBlocks, "early": EarlyBlocks}
+    calls = MLACall
     sizes = ("batch", "heads", "context", "width")
     dtypes = FLOATS
     collective = False
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> MLACall:
-        return MLACall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> MLACall:
         (heads, _, width, page), lengths, queries = case.sizes, case.field("lengths"), case.field("queries") or 1

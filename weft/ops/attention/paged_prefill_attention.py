@@ -53,7 +53,6 @@ from weft.ops.local import (
     check_like,
     check_row_format,
     check_shape,
-    check_sizes,
     compiler_options,
     machine_on,
 )
@@ -319,7 +318,7 @@ class PagedPrefillAttention(AttentionOp):
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
     ) -> PrefillCall:
-        tokens, q_heads, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
+        tokens, q_heads, kv_heads, head_dim = self.checked_sizes(sizes)
         check_head_dim(head_dim)
         if q_heads % kv_heads != 0:
             raise ValueError(f"{self.name}: q_heads={q_heads} is no multiple of kv_heads={kv_heads}")

@@ -14,7 +14,6 @@ from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.knobs import around, design_type, halved, moved
-from weft.ops.local import check_sizes
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import SHARED_BYTES
@@ -126,7 +125,7 @@ class ShardedPlan(AttentionOp):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ShardedCall:
-        batch, context, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
+        batch, context, kv_heads, head_dim = self.checked_sizes(sizes)
         check_head_dim(head_dim)
         return ShardedCall(batch * kv_heads, context, head_dim, dtype, design)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, Inputs
 from weft.ops.collectives.cases import FEW_KEYED
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, Push
 from weft.ops.collectives.head_exchange import Part, exchange_heads_kernel
@@ -189,9 +189,6 @@ class ExchangeHeads(Collective):
             for every in zip(*by_rank, strict=True)
         ]
         return joined[0] if len(joined) == 1 else tuple(joined)
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Any:
         xs, tokens = list(tensors), case.field("tokens")

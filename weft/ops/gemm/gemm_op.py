@@ -12,7 +12,6 @@ from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight
 from weft.kernels.slices import SLICES
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS, check_divides, check_is_tensor
 from weft.plan.planned import AUTO, Machine
@@ -103,7 +102,7 @@ class GemmOp(Op):
     def call_of(
         self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> GemmCall:
-        M, N, K = check_sizes(self.name, self.sizes, sizes)
+        M, N, K = self.checked_sizes(sizes)
         if self.rows_sharded:
             check_divides(self.name, "M", M, machine.world_size)
         fp8 = bool(fields.get("block_fp8") or fields.get("channel_fp8"))

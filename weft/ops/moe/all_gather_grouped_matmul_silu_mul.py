@@ -15,7 +15,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.knobs import around, check_knobs, counts, design_type, halved, knob
-from weft.ops.local import check_shape, check_sizes
+from weft.ops.local import check_shape
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.check import check_routing, check_sent, check_share, needs_gradients
 from weft.ops.moe.choices import draw_ids
@@ -270,7 +270,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **forms: bool
     ) -> GatherGroupedCall:
         """Call for whole experts. forms: fp8, block_fp8, channel_fp8."""
-        tokens, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
+        tokens, k, experts, N, K = self.checked_sizes(sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
         forms["fp8"] = forms.get("fp8", False) or (forms.get("block_fp8", False) and machine.nodes == 1)
         return GatherGroupedCall(tokens, k, experts, held, N, K, dtype, design, **forms)

@@ -15,7 +15,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed
 from weft.ops.gemm.sliced import step_of
 from weft.ops.knobs import around
 from weft.ops.layout import Given
-from weft.ops.local import capabilities_of, check_sizes, machine_on
+from weft.ops.local import capabilities_of, machine_on
 from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
@@ -89,7 +89,7 @@ class GroupedOp(MoeOp):
         **forms: bool,
     ) -> GroupedCall:
         """``gather``: None: as the op does by default. forms: block_fp8, channel_fp8 or four_bit."""
-        T, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
+        T, k, experts, N, K = self.checked_sizes(sizes)
         gather = self.gated if gather is None else gather
         return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design, **forms)
 

@@ -28,7 +28,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
 from weft.ops.collectives.collective import Sums
 from weft.ops.knobs import design_type
-from weft.ops.local import check_rounds, check_shape, check_sizes, norm_dtypes
+from weft.ops.local import check_rounds, check_shape, norm_dtypes
 from weft.ops.moe.check import check_routing
 from weft.ops.moe.choices import draw_ids, experts_of
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
@@ -188,6 +188,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     name, alias = "grouped_matmul_all_reduce_rms_norm", "moe-ar-rms-norm"
     bits = "depend on T, k, the experts, W and the design"
     designs = {"in_norm": SumInNorm, "sequential": SumThenNorm}
+    calls = PairsCall
     sizes = ("T", "k", "H")
     dtypes = FLOATS
     spans_nodes = True
@@ -196,9 +197,6 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     differs = {**OWN_SCHEDULE, **OWN_FEATURES, "shared": (), "gate": ()}
 
     # --- choosing ----------------------------------------------------------------------------------------------------
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PairsCall:
-        return PairsCall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> PairsCall:
         T, k, _, H, _ = case.sizes

@@ -24,7 +24,7 @@ from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
 from weft.ops.knobs import around, counts, design_type, halved, knob
-from weft.ops.local import check_shape, check_sizes
+from weft.ops.local import check_shape
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.check import check_dispatched, needs_gradients
 from weft.ops.moe.exchange.exchange_op import CombineArguments, channel_bytes, channel_of, choices_of_all
@@ -295,7 +295,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **forms: bool
     ) -> GroupedScatterCall:
         """Call for whole experts. forms: block_fp8 or channel_fp8."""
-        tokens, k, experts, H, N = check_sizes(self.name, self.sizes, sizes)
+        tokens, k, experts, H, N = self.checked_sizes(sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
         block = block_for(machine.world_size * tokens * k, experts)
         return GroupedScatterCall(tokens, k, experts, held, block, H, N, dtype, design, **forms)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.arguments import check_int
 from weft.costs.predicted import FUSED_LOGITS as MOST_LOGITS
 from weft.kernels.operands import row_stride, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
@@ -221,6 +220,7 @@ class MatmulRouteSchedule(MoeOp):
     name, alias = "matmul_route_schedule", "moe-route"
     bits = "depend on T, the number of experts and the design"
     designs = {"fused": OneLaunch, "split": RouteOfParts, "sequential": ThreeLaunches}
+    calls = RouterCall
     sizes = ("T", "H", "E", "k")
     dtypes = FLOATS
     mutates = ("tickets",)
@@ -229,10 +229,6 @@ class MatmulRouteSchedule(MoeOp):
     collective = False
 
     # --- choosing ----------------------------------------------------------------------------------------------------
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> RouterCall:
-        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
-        return RouterCall(*checked, dtype, design)
 
     def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
         """By the number of tokens (benchmarks/lab/h200-route-parts.json)."""

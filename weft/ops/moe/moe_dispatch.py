@@ -30,7 +30,7 @@ from weft.arguments import check_int
 from weft.costs import exchanges, fitted
 from weft.costs.gpu import gpu_of
 from weft.kernels.fp8 import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, scales_of
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
@@ -286,9 +286,6 @@ class MoeDispatch(ExchangeOp):
             return torch.where(needed, rows, 0), ids, weights
         rows, scales = by_torch(rows)
         return torch.where(needed, rows.view(torch.uint8), 0), ids, weights, torch.where(needed, scales, 0)
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def results(
         self, case: Case, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -18,8 +18,8 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.costs.grouped import BLOCKS, block_for
-from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_sizes
+from weft.ops.case import Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.moe.check import check_choices, check_experts
 from weft.ops.moe.choices import common, draw_ids, experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -182,7 +182,7 @@ class MoeSchedule(MoeOp):
     collective = False
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ScheduleCall:
-        T, k, experts = check_sizes(self.name, self.sizes, sizes)
+        T, k, experts = self.checked_sizes(sizes)
         return ScheduleCall(T * k, experts, design)
 
     def choose(self, call: ScheduleCall, machine: Machine) -> Planned:
@@ -204,9 +204,6 @@ class MoeSchedule(MoeOp):
         experts = experts_of(case, total, rank)
         most = most_tiles(T * k, experts.count, block)
         return schedule_by_torch(*by_rank[rank], experts, block, most, case.field("start") or 0)
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def arguments(self, case: Case, team: Team | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         # An arrival counter that calls share, as layers may: in benchmarks, whose cases name ``held``.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
@@ -111,9 +111,6 @@ class AcceptDrafts(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         chosen, rows, newest, results = (x.clone() for x in by_rank[rank])
         return accept(chosen, rows, newest, results), newest, results
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         chosen, rows, newest, results = tensors

@@ -23,7 +23,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like, check_shape
 from weft.ops.op import INVARIANT, register
 from weft.ops.registration import FLOATS, check_count, check_flag
@@ -277,9 +277,6 @@ class AdjustLogits(LogitsOp):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         logits, rows, position, *changes = by_rank[rank]
         return adjusted(logits, CASES_FIRST, LogitChanges(*changes), rows, position, bool(case.field("guided")))
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(
         self, case: Case, team: Team, logits: torch.Tensor, rows: torch.Tensor, position: torch.Tensor, *changes: Any

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
@@ -103,9 +103,6 @@ class DraftRowsOp(Op):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         return tuple(rows_of_drafts(*by_rank[rank]))
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *places, proposed = tensors

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int
-from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.runtime.capabilities import launch_options
@@ -133,9 +133,6 @@ class NgramDrafts(Op):
         history, newest, positions = by_rank[rank]
         history = history.clone()
         return look_up(history, newest, positions, *case.field("options")), history
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(
         self, case: Case, team: Team, history: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor

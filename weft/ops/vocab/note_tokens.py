@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import check_count
@@ -90,9 +90,6 @@ class NoteTokens(Op):
         seen, recent = (x.clone() for x in (LogitChanges(*changes).seen, LogitChanges(*changes).recent))
         note(seen, recent, CASES_FIRST, rows, tokens, position)
         return seen, recent
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(
         self, case: Case, team: Team, rows: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, *changes: Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.operands import rows_contiguous
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import FLOATS, check_count
 from weft.plan.planned import AUTO, Machine, Planned
@@ -66,11 +66,9 @@ class LogitsOp(Op):
     """Op whose programs divide the logits of a row. sizes: rows of logits, and token ids of this rank."""
 
     designs = {"chunks": Chunks}
+    calls = LogitsCall
     sizes = ("batch", "vocab")
     dtypes = FLOATS
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> LogitsCall:
-        return LogitsCall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def choose(self, call: LogitsCall, machine: Machine) -> Planned:
         batch, vocab = max(1, call.batch), max(1, call.vocab)
@@ -322,9 +320,6 @@ class SampleArgmax(LogitsOp):
         tokens = tokens.where(scores.amax(dim=1) > -torch.inf, EXCLUDED.value)
         return tokens.where((logits.float() < torch.inf).all(dim=1), NOT_FINITE.value)
 
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
-
     def call(self, case: Case, team: Team, logits: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor:
         """The joined token ids."""
         if isinstance(case.design, str):
@@ -389,9 +384,6 @@ class JoinArgmax(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         scores, ids = (x.flatten(0, 1) for x in by_rank[rank][0].unbind(-1))
         return ids.gather(0, scores.argmax(dim=0)[None])[0].long()
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, pairs: torch.Tensor) -> torch.Tensor:
         return join_argmax(pairs)

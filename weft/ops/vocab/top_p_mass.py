@@ -20,7 +20,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_contiguous, check_like
 from weft.ops.op import INVARIANT, Op, register
 from weft.ops.registration import FLOATS, check_flag
@@ -211,9 +211,6 @@ class TopPMass(LogitsOp):
         last = (shares.cumsum(-1) - shares < top_p[:, None]).sum(-1, keepdim=True) - 1
         return torch.where(top_p == 1, LOWEST, ordered_keys(logits.gather(1, ids.gather(1, last))[:, 0]))
 
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
-
     def call(
         self, case: Case, team: Team, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
     ) -> torch.Tensor:
@@ -297,9 +294,6 @@ class Narrow(Op):
         index = torch.arange(THRESHOLDS, device=above.device)[:, None]
         step = torch.where((sums >= wanted) & (top_p < 1), index, 0).amax(0)
         return (low + (step << shift)).int(), wanted
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(
         self, case: Case, team: Team, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP32, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import UNCHANGED, Op, register
 from weft.ops.registration import FLOATS, check_count
@@ -65,9 +65,6 @@ class VocabEmbedding(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         tokens, weight = by_rank[rank]
         return torch.cat((torch.zeros_like(weight), weight, torch.zeros_like(weight)))[tokens]
-
-    def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return vocab_embedding(tokens, weight, weight.shape[0])

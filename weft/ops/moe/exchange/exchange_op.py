@@ -22,13 +22,12 @@ from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.knobs import around, design_type, halved, knob, powers
-from weft.ops.local import check_sizes
 from weft.ops.moe.choices import draw_ids
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Call
 from weft.ops.registration import FLOATS
-from weft.plan.planned import AUTO, Machine, Planned
+from weft.plan.planned import Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
@@ -245,22 +244,17 @@ def choices_of_all(case: Case, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
 class ExchangeOp(TokensOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
-    calls  type of the calls, ``ExchangeCall``
-    flag   field of cases that the other op has not
+    flag  field of cases that the other op has not
 
     Sizes of a case: max_tokens, k, experts, H.
     """
 
-    calls: ClassVar[type[tuple]]
     flag: ClassVar[str]
     sizes = ("max_tokens", "k", "H")
     pinned = slice(1, None)  # choices decide how many rows a rank needs, the width which designs can send them
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> Any:
-        return self.calls(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         tokens, k, _, H = case.sizes

@@ -145,18 +145,15 @@ def attend(
         projected, gate = without_gates(projected, w)
     if w.unrotated is not None:
         projected, w = _turned(projected, w, step, cache)
-    scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+    cache, scales = cache[:2], _scales_of(cache)
     if step.by_cudnn(w) or (step.is_prefill and step.spread is not None):
-        way = _attend_with_keys
-    elif step.is_prefill:
-        way = _attend_to_pages
-    elif step.spread is not None:
-        way = _decode_spread
-    elif step.queries > 1:
-        way = _decode_several
+        attended = _attend_with_keys(projected, w, step, cache, scales)
+    elif not step.is_prefill and step.spread is None and step.queries == 1:
+        return _decode(projected, gate, w, step, cache, scales)
     else:
-        return _decode(projected, gate, w, step, cache[:2], scales)
-    attended = way(projected, w, step, cache[:2], scales)
+        q = ops.qk_norm_rope(projected, *_head(w, step), step.positions, step.slots, *cache, bias=w.bias, **scales)
+        way = _attend_to_pages if step.is_prefill else _decode_several if step.spread is None else _decode_spread
+        attended = way(q, w, step, cache, scales)
     if isinstance(attended, Fp8):
         return attended
     rows = attended.reshape(step.tokens, w.heads * w.head_dim)
@@ -180,6 +177,10 @@ def _delta_net(projected: Tensor | DeltaColumns, w: DeltaWeights, step: Step, ke
 Scales = dict[str, Tensor]
 
 
+def _scales_of(cache: tuple[Tensor, ...]) -> Scales:
+    return dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+
+
 def _turned(
     projected: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]
 ) -> tuple[Tensor, AttentionWeights]:
@@ -190,9 +191,8 @@ def _turned(
     is added, so that values come with the heads.
     """
     bias = projected.new_zeros(projected.shape[1]) if w.bias is None else w.bias
-    scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     places = table_of(step.angles, w.rotary), step.positions, step.slots, *cache[:2]
-    heads = ops.qk_norm_rope(projected, None, None, w.eps, *places, with_keys=True, bias=bias, **scales)
+    heads = ops.qk_norm_rope(projected, None, None, w.eps, *places, with_keys=True, bias=bias, **_scales_of(cache))
     return heads.flatten(1), w._replace(bias=None, rotary=w.unrotated, unrotated=None)
 
 
@@ -221,18 +221,13 @@ def _decode(
     return attended if isinstance(attended, Fp8) else attended.flatten(1)
 
 
-def _decode_several(
-    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
-) -> Tensor:
+def _decode_several(q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales) -> Tensor:
     """Attention of several new tokens of each sequence, which attend to keys of neighbouring rows."""
-    q, places = _queries(projected, w, step, cache, scales), (*cache, step.pages, step.lengths)
+    places = *cache, step.pages, step.lengths
     return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **_scores(w), **scales)
 
 
-def _decode_spread(
-    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
-) -> Tensor:
-    q = _queries(projected, w, step, cache, scales)
+def _decode_spread(q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales) -> Tensor:
     places = *cache, step.pages, step.lengths, step.spread.team
     scores = _scores(w)
     if w.sinks is not None:
@@ -241,19 +236,10 @@ def _decode_spread(
 
 
 def _attend_to_pages(
-    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+    q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
-    q = _queries(projected, w, step, cache, scales)
     options = {"fp8": None if w.gated else rows_for(w.last_matrix, q.dtype), **_scores(w), **scales}
     return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
-
-
-def _queries(
-    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
-) -> Tensor:
-    """Queries; keys and values go into the cache."""
-    places = step.positions, step.slots, *cache
-    return ops.qk_norm_rope(projected, *_head(w, step), *places, bias=w.bias, **scales)
 
 
 def _attend_with_keys(

@@ -83,12 +83,6 @@ def check_sequences(
         check_like(op, name, x, device, (torch.int32,), shape)
 
 
-def check_window(op: str, window: int | None) -> None:
-    """ValueError unless ``window`` is None or a positive integer, or a symbolic one of torch.compile."""
-    if window is not None and not isinstance(window, torch.SymInt):
-        check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
-
-
 def check_scale(op: str, scale: float | None) -> None:
     """ValueError unless ``scale`` is None or a positive number."""
     if scale is not None:
@@ -98,9 +92,20 @@ def check_scale(op: str, scale: float | None) -> None:
 
 
 def check_scores(
-    op: str, q_heads: int, device: torch.device, scale: float | None, softcap: float | None, sinks: torch.Tensor | None
+    op: str,
+    q_heads: int,
+    device: torch.device,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """ValueError unless these make weights of scores: of ``q_heads`` query heads on ``device``."""
+    """ValueError unless these make weights of scores: of ``q_heads`` query heads on ``device``.
+
+    window  None or a positive integer, or a symbolic one of torch.compile
+    """
+    if window is not None and not isinstance(window, torch.SymInt):
+        check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None:
             check_scalar(op, name, value)

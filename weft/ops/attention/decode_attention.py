@@ -29,7 +29,6 @@ from weft.ops.attention.attention_op import (
     check_heads,
     check_scores,
     check_sequences,
-    check_window,
     hiding,
     writes_heads,
 )
@@ -215,8 +214,7 @@ def decode_attention(
     check_sequences(op, sequences, B, rows.device)
     check_tickets(op, tickets, B * heads, rows.device)
     check_scalar(op, "eps", eps)
-    check_window(op, window)
-    check_scores(op, rows.shape[-1] // D - 2 * heads, rows.device, scale, softcap, sinks)
+    check_scores(op, rows.shape[-1] // D - 2 * heads, rows.device, window, scale, softcap, sinks)
     if squares is not None:
         check_scales(op, qkv.operand, rows)
     if gate is not None:

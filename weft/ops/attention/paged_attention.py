@@ -30,7 +30,6 @@ from weft.ops.attention.attention_op import (
     check_scale,
     check_scores,
     check_sequences,
-    check_window,
     hiding,
 )
 from weft.ops.attention.decoding import SPLIT_KV_BITS, DecodingOp, SplitKV, check_tickets, launch_of
@@ -187,8 +186,7 @@ def paged_attention(
     sequences = Sequences(pages, lengths)
     check_sequences(op, sequences, B, q.device, queries=queries)
     check_tickets(op, tickets, B * heads, q.device)
-    check_window(op, window)
-    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
+    check_scores(op, q.shape[1], q.device, window, scale, softcap, sinks)
     if queries > 1:
         check_scale(op, scale)
     scale = D**-0.5 if scale is None else scale

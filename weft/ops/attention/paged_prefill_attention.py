@@ -37,7 +37,6 @@ from weft.ops.attention.attention_op import (
     check_heads,
     check_scale,
     check_scores,
-    check_window,
     hiding,
     writes_heads,
 )
@@ -251,9 +250,8 @@ def paged_prefill_attention(
     ):
         if given > limit:
             raise ValueError(f"{op}: spans have {given} {what}, and pages room for {limit}")
-    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
+    check_scores(op, q.shape[1], q.device, window, scale, softcap, sinks)
     check_scale(op, scale)
-    check_window(op, window)
     scale = D**-0.5 if scale is None else scale
     ranges = spans.spans, spans.tiles, spans.block_m
     check_flag(op, "invariant", invariant)

@@ -29,7 +29,7 @@ from weft.kernels.online_softmax import DecodeTile, ScoreRule, attend, sinks_at,
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import check_heads, check_scores, check_sequences, check_window, hiding
+from weft.ops.attention.attention_op import check_heads, check_scores, check_sequences, hiding
 from weft.ops.attention.decoding import SplitKV, scratch_of, tile_of
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.head_words import (
@@ -260,8 +260,7 @@ def sharded_decode_attention(
     check_own_heads(op, q.shape[1], team.size)
     sequences = Sequences(pages, lengths)
     check_sequences(op, sequences, len(q), q.device, columns="local_pages")
-    check_window(op, window)
-    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
+    check_scores(op, q.shape[1], q.device, window, scale, softcap, sinks)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
     places = keys, values, sequences

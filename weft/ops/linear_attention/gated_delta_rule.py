@@ -348,13 +348,17 @@ def prepare_options(sizes: DeltaSizes, dtype: torch.dtype, caps: Capabilities) -
     """Warps of ``prepare``: two programs of 16 bits fit an SM's registers.
 
     On sm_80 operands of dots lie in registers too.
-
-    With heads of fewer than 64 elements two warps, too few for the tensor instructions that read shared memory: of their
-    descriptors ptxas 12.8 makes code with a register that nothing has written, and they read out of range.
     """
-    if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64:
-        return {"num_warps": 2}
-    return {"num_warps": 4 if dtype.itemsize == 2 and caps.arch != "sm_80" else 8}
+    return {"num_warps": warps_of(sizes, dtype, 4 if dtype.itemsize == 2 and caps.arch != "sm_80" else 8)}
+
+
+def warps_of(sizes: DeltaSizes, dtype: torch.dtype, others: int) -> int:
+    """Two with heads of fewer than 64 elements in 16 bits, and with ``others`` as many as they say.
+
+    Two are too few for the tensor instructions that read shared memory: of their descriptors ptxas 12.8 makes code with a
+    register that nothing has written, and they read out of range.
+    """
+    return 2 if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64 else others
 
 
 def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]:
@@ -365,15 +369,13 @@ def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]
 
 def scan_options(sizes: DeltaSizes, dtype: torch.dtype, caps: Capabilities) -> dict[str, Any]:
     """Warps and stages of the scan: three chunks of heads of 128 elements hide the time of a load."""
-    few = dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64  # as in ``prepare_options``
-    warps = 2 if few else 8 if caps.arch == "sm_80" else 4
+    warps = warps_of(sizes, dtype, 8 if caps.arch == "sm_80" else 4)
     return {"num_warps": warps, "num_stages": 3 if dtype.itemsize == 2 else 1 if sizes.K > 64 else 2}
 
 
 def outputs_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
     """Warps of ``outputs``."""
-    few = dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64  # as in ``prepare_options``
-    return {"num_warps": 2 if few else 4 if dtype.itemsize == 2 else 8}
+    return {"num_warps": warps_of(sizes, dtype, 4 if dtype.itemsize == 2 else 8)}
 
 
 def delta_inputs(sizes: DeltaSizes, tokens: int, slots: int, draw: Draw, case: Case) -> Inputs:

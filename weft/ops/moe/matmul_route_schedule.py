@@ -37,7 +37,6 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
-    from weft.runtime.capabilities import Capabilities
     from weft.runtime.team.team import Team
 
 
@@ -96,7 +95,7 @@ class RouterCall(NamedTuple):
         return next_power_of_2(max(1, self.tokens)) * max(16, next_power_of_2(self.experts))
 
 
-def parts_for(call: RouterCall, caps: Capabilities, kind: type[RouterParts]) -> RouterParts:
+def parts_for(call: RouterCall, kind: type[RouterParts]) -> RouterParts:
     """Design of a ``kind`` of parts where no row decides."""
     # A part is 4 KiB of the router or more, and there are as many as the programs that add them up can load quickly.
     step = 128 if call.dtype.itemsize == 2 else 32
@@ -253,13 +252,13 @@ class MatmulRouteSchedule(MoeOp):
                     f"{self.name}: algorithm='split' takes up to {MOST_TOKENS} tokens, not tokens={call.tokens}; pass "
                     f"'sequential' or 'auto'"
                 )
-            return parts_for(call, machine.caps, RouteOfParts)
+            return parts_for(call, RouteOfParts)
         if call.logits > MOST_LOGITS:
             raise ValueError(
                 f"{self.name}: algorithm='fused' takes up to {MOST_LOGITS} logits, tokens and experts rounded up to powers of "
                 f"two; tokens={call.tokens} and experts={call.experts} are {call.logits}; pass 'sequential' or 'auto'"
             )
-        return parts_for(call, machine.caps, OneLaunch)
+        return parts_for(call, OneLaunch)
 
     def table_key(self, call: RouterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.hidden, call.experts), 1

@@ -14,7 +14,7 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
-from weft.ops.collectives.all_reduce_rms_norm import CASES_EPS
+from weft.ops.case import Case
 
 from .moe_packages import package
 
@@ -47,7 +47,7 @@ def all_reduce_norm(problem: OpProblem, one_shot: bool) -> Prepared:
         "world_size": team.size, "world_rank": team.rank, "token_num": len(x), "hidden_dim": x.shape[1],
         "workspace_ptrs": workspace, "launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True,
         "pattern_code": module.AllReduceFusionPattern.kARResidualRMSNorm, "use_oneshot": one_shot, "allreduce_out": None,
-        "residual_out": hidden, "norm_out": normed, "quant_out": None, "scale_out": None, "rms_eps": CASES_EPS,
+        "residual_out": hidden, "norm_out": normed, "quant_out": None, "scale_out": None, "rms_eps": Case.eps,
         "scale_factor": None, "layout_code": None,
     }  # fmt: skip
 

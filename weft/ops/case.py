@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, RowsBeside, by_static_scale, by_torch
 from weft.plan.planned import AUTO
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 FP32_EPS = torch.finfo(torch.float32).eps
 Inputs = tuple[torch.Tensor, ...]
+Rows = TypeVar("Rows", torch.Tensor, DeferredNorm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,10 @@ class Case:
     layout  "contiguous", "transposed" (not contiguous), "strided" (rows of a wider tensor) or "offset" (contiguous, not 16-byte
             aligned)
     fields  (name, value) of the op's further arguments, such as ("local_first", True)
+    eps     of the norms of all cases
     """
+
+    eps: ClassVar[float] = 1e-6
 
     op: str
     world_size: int
@@ -48,6 +53,11 @@ class Case:
     def field(self, name: str) -> Any:
         """The value of a further argument; None where the case leaves it out."""
         return dict(self.fields).get(name)
+
+    def exact_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of rows in fp64."""
+        x = x.double()
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight.double()
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes)) or "0d"
@@ -69,8 +79,13 @@ def design_name(design: object) -> str:
     return f"{type(design).__name__}({','.join(shown)})"
 
 
-def agreed(plain: torch.Tensor, rows: Fp8 | RowsBeside, format: RowFormat) -> torch.Tensor:
-    """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``."""
+def agreed(plain: Rows, rows: Fp8 | RowsBeside | DeferredNorm, format: RowFormat) -> Rows:
+    """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``, Fp8 or RowsBeside.
+
+    A ``DeferredNorm`` is compared by its rows.
+    """
+    if isinstance(plain, DeferredNorm):
+        return replace(rows, scaled=agreed(plain.scaled, rows.scaled, format))
     if isinstance(rows, RowsBeside):
         rows, beside = rows
         plain = plain.masked_fill(~(beside == plain).all(1)[:, None], torch.nan)

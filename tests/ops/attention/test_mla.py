@@ -13,9 +13,8 @@ from weft import ops
 from weft.kernels import latent_attention
 from weft.kernels.latent_attention import HeadRows
 from weft.kernels.paged_cache import CacheSizes, Sequences
-from weft.ops.attention import cases
 from weft.ops.attention.mla_plan import EarlyBlocks, LatentBlocks, MLACall, blocks_for, early_blocks_for
-from weft.ops.case import BF16, FP32, Draw
+from weft.ops.case import BF16, FP32, Case, Draw
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options, simulated
 
@@ -108,7 +107,7 @@ def test_planted_mistakes_of_the_rows_are_found(name, tmp_path):
 
 def given(module, inputs):
     q, kv, weight, *places = inputs
-    return module.MLARowArguments(q, kv, weight, cases.EPS, *places, interleaved=True)
+    return module.MLARowArguments(q, kv, weight, Case.eps, *places, interleaved=True)
 
 
 def check_found(main, planted):

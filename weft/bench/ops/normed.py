@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from weft.ops.collectives.all_reduce_rms_norm import CASES_EPS
+from weft.ops.case import Case
 
 
 def copy_into(buffer: torch.Tensor, x: torch.Tensor) -> None:
@@ -16,7 +16,7 @@ def copy_into(buffer: torch.Tensor, x: torch.Tensor) -> None:
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = x + residual
-    return F.rms_norm(hidden, weight.shape, weight, CASES_EPS), hidden
+    return F.rms_norm(hidden, weight.shape, weight, Case.eps), hidden
 
 
 def compiled_add_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -13,7 +13,6 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.case import BF16, FP16, FP32, Case, Draw, norm_dtype
 from weft.runtime.arithmetic import cdiv
 
-EPS = 1e-6
 NO_SCORES: Mapping[str, Any] = MappingProxyType({})
 # Most elements of a sequence's keys that a reference has in fp64 at once, as far as one KV head has fewer: 256 MiB.
 AT_ONCE = 1 << 25
@@ -213,9 +212,9 @@ class Projection(NamedTuple):
         *more: torch.Tensor,
     ) -> Projection:
         """The projection of what ``draw_projection`` drew."""
-        given = qkv if case.field("squares") is None else DeferredNorm(qkv, more[0], EPS)
+        given = qkv if case.field("squares") is None else DeferredNorm(qkv, more[0], case.eps)
         weights = (None, None) if case.field("norms") is False else (q_weight, k_weight)
-        return cls(case, given, (*weights, EPS), angles, more[-1] if case.field("bias") else None)
+        return cls(case, given, (*weights, case.eps), angles, more[-1] if case.field("bias") else None)
 
     def heads(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(queries, keys, values) [T, heads, D] in fp64: normalised and rotated."""
@@ -224,7 +223,7 @@ class Projection(NamedTuple):
         x = (self.qkv.scaled if deferred else self.qkv).double()
         x = x.sum(0) if x.dim() == 3 else x
         if deferred:
-            x = x * (self.qkv.squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
+            x = x * (self.qkv.squares.double().sum(-1, keepdim=True) + self.case.eps).rsqrt()
         if self.bias is not None:
             x = x + self.bias.double()
         q, k, v = x.view(x.shape[0], q_heads + 2 * heads, D).split([q_heads, heads, heads], dim=1)
@@ -232,7 +231,7 @@ class Projection(NamedTuple):
 
         def rotated(y: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
             if weight is not None:
-                y = y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+                y = self.case.exact_norm(y, weight)
             a, b = y.chunk(2, dim=-1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

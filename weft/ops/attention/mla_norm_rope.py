@@ -18,7 +18,6 @@ import weft.language as wl
 from weft.kernels.latent_attention import HeadRows
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.rms_norm import inverse_rms, squares_of
-from weft.ops.attention import cases
 from weft.ops.attention.mla_decode_attention import case_of, check_latents
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like
@@ -198,7 +197,7 @@ class MLANormRope(Op):
         """(rotated queries, rows, cache)"""
         q, kv, weight, angles, positions, slots, cache = by_rank[rank]
         latent, key = kv.double().split([len(weight), q.shape[2]], dim=1)
-        latent = latent * (latent.square().mean(-1, keepdim=True) + cases.EPS).rsqrt() * weight.double()
+        latent = case.exact_norm(latent, weight)
         cos, sin = (half[:, None] for half in angles.double()[positions].chunk(2, dim=-1))
 
         def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +215,7 @@ class MLANormRope(Op):
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, kv, weight, *places = tensors
         interleaved = bool(case.field("interleaved"))
-        return *mla_norm_rope(q, kv, weight, cases.EPS, *places, interleaved=interleaved), places[-1]
+        return *mla_norm_rope(q, kv, weight, case.eps, *places, interleaved=interleaved), places[-1]
 
     def cases(self) -> Iterator[Case]:
         for sizes, dtype in (((16, 512, 64, 64), BF16), ((3, 32, 16, 16), FP32), ((20, 64, 32, 32), FP16)):

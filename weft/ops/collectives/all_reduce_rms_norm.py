@@ -79,7 +79,6 @@ from weft.transport.plans import LINE_BYTES, PushPlan
 from weft.transport.push import launch, slots_of
 
 MAX_ROW_BYTES = 65536
-CASES_EPS = 1e-6
 # Four H200s, a row of 5,120: 4.1 us in parts, 6.2 by one program (lab/h200-x4-collectives.json@cd3ccc0).
 PART_BYTES = 512
 # Two H200s, one shot of more programs of 512 bytes than this an SM: 413 rows of 6 KiB 16.4 us, with parts twice as long 14.8;
@@ -229,9 +228,7 @@ class AllReduceRMSNorm(Op):
         _, residual, weight = by_rank[rank]
         whole = [all_reduce.whole_of(case, x) for x, _, _ in by_rank]
         hidden = (fp8_wire.reference(case, whole) if case.field("fp8_wire") else sum_of(whole)) + residual.double()
-        rounded = hidden.to(case.dtype).double()
-        normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight.double()
-        return torch.stack((normed, hidden))
+        return torch.stack((case.exact_norm(hidden.to(case.dtype), weight), hidden))
 
     def accuracy(self, case: Case) -> Accuracy:
         if case.field("fp8_wire"):
@@ -249,20 +246,18 @@ class AllReduceRMSNorm(Op):
         self, case: Case, team: Team, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
-        arguments, options = (x, residual, weight, CASES_EPS, team), {"invariant": bool(case.field("invariant"))}
+        arguments, options = (x, residual, weight, case.eps, team), {"invariant": bool(case.field("invariant"))}
         options["wire"] = "fp8" if case.field("fp8_wire") else "same"
         if isinstance(case.design, str):
             options |= {"factored": deferred, "algorithm": case.design}
         if format := format_of(case, residual):
             normed, _ = all_reduce_rms_norm(*arguments, **options)
             rows, hidden = all_reduce_rms_norm(*arguments, **options, fp8=format)
-            if deferred:
-                return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
             return agreed(normed, rows, format), hidden
         if isinstance(case.design, str):
             return all_reduce_rms_norm(*arguments, **options)
-        normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
-        return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
+        normed, hidden, *squares = self.run(case.design, team, x, residual, weight, case.eps, deferred)
+        return (DeferredNorm(normed, squares[0], case.eps) if deferred else normed), hidden
 
     cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 

@@ -32,7 +32,6 @@ from weft.runtime.launching import launch_on
 from weft.runtime.team.team import Team
 
 MAX_ROW_BYTES = 65536
-CASES_EPS = 1e-6
 
 
 @triton.jit
@@ -141,8 +140,7 @@ class AddRMSNorm(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual, weight = (x.double() for x in by_rank[rank])
         hidden = x + residual
-        rounded = hidden.float().to(case.dtype).double()
-        return rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight, hidden
+        return case.exact_norm(hidden.float().to(case.dtype), weight), hidden
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[-1])
@@ -150,9 +148,9 @@ class AddRMSNorm(Op):
     def call(self, case: Case, team: Team, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (given[0], None, given[2]) if case.field("alone") else given
         invariant = bool(case.field("invariant"))
-        normed, hidden = add_rms_norm(*tensors, CASES_EPS, invariant=invariant)
+        normed, hidden = add_rms_norm(*tensors, case.eps, invariant=invariant)
         if format := format_of(case, normed):
-            rows, hidden = add_rms_norm(*tensors, CASES_EPS, fp8=format, invariant=invariant)
+            rows, hidden = add_rms_norm(*tensors, case.eps, fp8=format, invariant=invariant)
             normed = agreed(normed, rows, format)
         return normed, hidden
 

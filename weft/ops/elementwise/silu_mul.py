@@ -28,7 +28,6 @@ TILE = 1024
 MAX_ROWS = 4
 # Elements of a row that one program can hold, to find one scale for a token.
 MAX_TOKEN = 32768
-CASES_EPS = 1e-6
 GELU = {"activation": "gelu_tanh"}
 
 
@@ -129,7 +128,7 @@ class SiluMul(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         gate_up, *squares = (x.double() for x in by_rank[rank])
         for parts in squares:
-            gate_up = gate_up * (parts.sum(-1, keepdim=True) + CASES_EPS).rsqrt()
+            gate_up = gate_up * (parts.sum(-1, keepdim=True) + case.eps).rsqrt()
         gate, up = gate_up.chunk(2, dim=1)
         if case.field("activation") == "gelu_tanh":
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -140,7 +139,7 @@ class SiluMul(Op):
         return Accuracy(terms=4 if case.field("squares") is None else 64)
 
     def call(self, case: Case, team: Team, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
-        x = gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS)
+        x = gate_up if squares is None else DeferredNorm(gate_up, squares, case.eps)
         activation = case.field("activation") or "silu"
         out = silu_mul(x, activation=activation)
         format = format_of(case, out)

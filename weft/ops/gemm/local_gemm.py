@@ -25,7 +25,6 @@ from weft.plan import table
 from weft.plan.planned import AUTO, Machine, Planned, machine
 
 # Of the deferred RMS scale of a case: any that is small beside the mean squares.
-EPS = 1e-6
 
 
 class LocalGemm(GemmOp):
@@ -91,7 +90,7 @@ class LocalGemm(GemmOp):
         a, b, squares = named(case, by_rank[rank])
         result = product(a, b)
         for of_rows in squares:
-            result *= (of_rows.double().sum(1, keepdim=True) + EPS).rsqrt()
+            result *= (of_rows.double().sum(1, keepdim=True) + case.eps).rsqrt()
         if not self.gated:
             return result
         gate, up = result.chunk(2, dim=1)
@@ -103,7 +102,8 @@ class LocalGemm(GemmOp):
         """Result by the case's design; fp32 [partials, M, N] where it leaves split-K partials."""
         a, b, squares = named(case, tensors)
         design = self.design_of(case, machine(capabilities_of(a.device), 1))
-        operand, summed = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None), not case.field("partials")
+        operand = ScaledMatrix(a, RowScales(squares[0], case.eps) if squares else None)
+        summed = not case.field("partials")
         if isinstance(b, Fp8):
             out = fp8_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
             if not (format := format_of(case, a)):
@@ -116,7 +116,7 @@ class LocalGemm(GemmOp):
         if isinstance(design, SmallM):
             return small_m.run(operand._replace(data=a), b, design, activation=activation, summed=summed)
         more = (activation,) if self.gated else ()
-        return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b, *more)
+        return self.run(design, None, normed(a, squares[0], case.eps) if squares else a, b, *more)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if not call.dense:

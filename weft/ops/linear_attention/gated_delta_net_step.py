@@ -63,7 +63,6 @@ LANES_FIRST = tl.constexpr(triton.__version__.startswith("3.6."))
 MOST_IN_FP8 = 64
 # Most programs of a launch along its second dimension.
 MOST_SEQUENCES = 65535
-CASES_EPS = 1e-6
 
 
 class DeltaSlots(NamedTuple):
@@ -410,8 +409,8 @@ class GatedDeltaNetStep(Op):
             both = rates[slot, places].split(sizes.value_heads, dim=1)
             whole = Recurrence.of(mixed, Gates(*both, A_log, dt_bias), sizes)
             outs, states = whole.run(state[slot] if before else torch.zeros_like(state[slot]))
-            normed, gate = outs[pending:].to(case.dtype).double(), z[rows].view(new, sizes.value_heads, sizes.V)
-            normed = normed * (normed.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * norm
+            normed = case.exact_norm(outs[pending:].to(case.dtype), norm)
+            gate = z[rows].view(new, sizes.value_heads, sizes.V)
             out[rows], state[slot] = (normed * gate * gate.sigmoid()).flatten(1), states[pending]
         return out, inputs, rates, state
 
@@ -424,7 +423,7 @@ class GatedDeltaNetStep(Op):
         kept = DeltaSlots(*(x.clone(memory_format=torch.contiguous_format) for x in kept))
         tokens = tokens_of(case).to(qkv.device)
         qkv, z = (torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in (qkv, z))  # columns of a wider tensor
-        arguments = qkv, z, Gates(a, b, A_log, dt_bias), conv, (norm, CASES_EPS)
+        arguments = qkv, z, Gates(a, b, A_log, dt_bias), conv, (norm, case.eps)
         again = DeltaSlots(*(x.clone() for x in kept))
         out = gated_delta_net_step(*arguments, kept, tokens)
         if format := format_of(case, out):

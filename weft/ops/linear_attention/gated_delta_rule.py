@@ -352,13 +352,13 @@ def prepare_options(sizes: DeltaSizes, dtype: torch.dtype, caps: Capabilities) -
     return {"num_warps": warps_of(sizes, dtype, 4 if dtype.itemsize == 2 and caps.arch != "sm_80" else 8)}
 
 
-def warps_of(sizes: DeltaSizes, dtype: torch.dtype, others: int) -> int:
-    """Two with heads of fewer than 64 elements in 16 bits, and with ``others`` as many as they say.
+def warps_of(sizes: DeltaSizes, dtype: torch.dtype, warps: int) -> int:
+    """``warps``, but two with heads of fewer than 64 elements in 16 bits.
 
     Two are too few for the tensor instructions that read shared memory: of their descriptors ptxas 12.8 makes code with a
     register that nothing has written, and they read out of range.
     """
-    return 2 if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64 else others
+    return 2 if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64 else warps
 
 
 def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]:

@@ -14,7 +14,6 @@ bits: each sum is in fp32 in the order of the choices, rounded once, and what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, check_e4m3, fp8_of
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
-from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_factored, check_row
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, NormCall, check_factored, check_row
 from weft.ops.collectives.collective import Sums
 from weft.ops.knobs import design_type
 from weft.ops.local import check_rounds, check_shape, norm_dtypes
@@ -307,9 +306,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
                 y[pairs] = rows if bias is None else rows + bias[e]
                 place += len(pairs)
             hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1) + exact_beside(shared)
-        rounded = hidden.to(case.dtype).double()
-        normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * norm.double()
-        return torch.stack((normed, hidden))
+        return torch.stack((case.exact_norm(hidden.to(case.dtype), norm), hidden))
 
     def accuracy(self, case: Case) -> Accuracy:
         _, k, _, H, K = case.sizes
@@ -329,22 +326,18 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         beside, deferred = dict(zip(("shared", "gate"), shared, strict=False)), bool(case.field("deferred"))
         if isinstance(case.design, str):
             named = {"factored": deferred, "algorithm": case.design, "bias": bias, **beside}
-            given = *of_experts, residual, norm, CASES_EPS, team
+            given = *of_experts, residual, norm, case.eps, team
             normed, hidden = grouped_matmul_all_reduce_rms_norm(*given, **named)
             if format := format_of(case, hidden):
                 rows, hidden = grouped_matmul_all_reduce_rms_norm(*given, **named, fp8=format)
-                if deferred:
-                    return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
                 normed = agreed(normed, rows, format)
             return normed, hidden
         x, weight, schedule, routing, experts = of_experts
         gemm = GroupedArguments.of(x, weight, schedule, False, bias=bias)
         kept = beside.get("shared"), beside.get("gate")
-        given = PairsArguments(
-            gemm, routing, experts.first, *kept, residual, norm, CASES_EPS, deferred, team.name, AUTO
-        )
+        given = PairsArguments(gemm, routing, experts.first, *kept, residual, norm, case.eps, deferred, team.name, AUTO)
         normed, hidden, *squares = self.run(case.design, team, given)
-        return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
+        return (DeferredNorm(normed, squares[0], case.eps) if deferred else normed), hidden
 
     def defined(self, case: Case, team: Team, out: tuple, *tensors: torch.Tensor) -> torch.Tensor:
         normed, hidden = out

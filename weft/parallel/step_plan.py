@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +53,7 @@ def plan_step(
     """
     mode, reason = mode_named(mode), "asked for"
     layer = layer or Layer.dense(hidden_size, team.size, dtype.itemsize)
-    adds_up = takes_rows(hidden_size * dtype.itemsize) and fused is not False
+    adds_up = takes_rows(hidden_size * dtype.itemsize) and _local(team, fused) is FUSED
     if mode == "auto":
         recipe, reason = _recipe(tokens, layer, _ranks(team), team.caps, adds_up)
         mode = "sequence_parallel" if recipe == SEQUENCE_PARALLEL else "replicated"
@@ -77,7 +78,7 @@ def plan_layer(
         return StepPlan(recipe=Invariant.of(team))
     if mode == "reference":
         return StepPlan(recipe=Reference(team=team))
-    local = PLAIN if fused is False else FUSED
+    local = _local(team, fused)
     if mode != "sequence_parallel":
         return StepPlan(recipe=Replicated(team=team, local=local))
     most = 0
@@ -159,3 +160,8 @@ def _replicated(tokens: int, layer: Layer, world_size: int, caps: Capabilities) 
 
 def _passed(tokens: int) -> str:
     return f"{tokens} token{'s' if tokens != 1 else ''}"
+
+
+def _local(team: Team, fused: bool | None) -> ModuleType:
+    """Local work as asked for; None: in weft's kernels."""
+    return PLAIN if fused is False else FUSED

@@ -151,9 +151,7 @@ def attend(
     elif not step.is_prefill and step.spread is None and step.queries == 1:
         return _decode(projected, gate, w, step, cache, scales)
     else:
-        q = ops.qk_norm_rope(projected, *_head(w, step), step.positions, step.slots, *cache, bias=w.bias, **scales)
-        way = _attend_to_pages if step.is_prefill else _decode_several if step.spread is None else _decode_spread
-        attended = way(q, w, step, cache, scales)
+        attended = _attend_to_pages(projected, w, step, cache, scales)
     if isinstance(attended, Fp8):
         return attended
     rows = attended.reshape(step.tokens, w.heads * w.head_dim)
@@ -221,25 +219,21 @@ def _decode(
     return attended if isinstance(attended, Fp8) else attended.flatten(1)
 
 
-def _decode_several(q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales) -> Tensor:
-    """Attention of several new tokens of each sequence, which attend to keys of neighbouring rows."""
-    places = *cache, step.pages, step.lengths
-    return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **_scores(w), **scales)
-
-
-def _decode_spread(q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales) -> Tensor:
-    places = *cache, step.pages, step.lengths, step.spread.team
-    scores = _scores(w)
-    if w.sinks is not None:
-        scores["sinks"] = ops.all_gather(w.sinks, step.spread.team)
-    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, **scores, **scales)
-
-
 def _attend_to_pages(
-    q: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
-    options = {"fp8": None if w.gated else rows_for(w.last_matrix, q.dtype), **_scores(w), **scales}
-    return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
+    """Attention of queries after keys and values have gone into the cache: of a prefill, or of new tokens."""
+    q = ops.qk_norm_rope(projected, *_head(w, step), step.positions, step.slots, *cache, bias=w.bias, **scales)
+    options = {**_scores(w), **scales}
+    if step.is_prefill:
+        options["fp8"] = None if w.gated else rows_for(w.last_matrix, q.dtype)
+        return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
+    places = *cache, step.pages, step.lengths
+    if step.spread is None:  # several new tokens of each sequence, which attend to keys of neighbouring rows
+        return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
+    if w.sinks is not None:
+        options["sinks"] = ops.all_gather(w.sinks, step.spread.team)
+    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, step.spread.team, **options)
 
 
 def _attend_with_keys(

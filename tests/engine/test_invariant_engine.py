@@ -125,6 +125,19 @@ def test_a_log_sum_exp_by_ranks_is_seen(reference, monkeypatch):
     assert differing > 0 and "log-probability" in str(first)
 
 
+def test_another_sum_for_rows_of_drafts_is_seen(reference, monkeypatch):
+    def by_rows(logits, slices):
+        """Of more rows than FIRST has sequences, as drafts have."""
+        if len(logits) <= FIRST.batch:
+            return log_sums(logits, slices)
+        nothing = torch.tensor([-3.0e38, 0.0]).expand(len(logits), slices - 1, 2)
+        return torch.cat((log_sums(logits, 1), nothing), 1)
+
+    monkeypatch.setattr(sampling, "log_sums", by_rows)
+    result = on_ranks(1, asked_of(FIRST, replace(FIRST, drafts=True)))
+    assert result.outcomes[1].differing > 0
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------------
 
 

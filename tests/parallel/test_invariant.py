@@ -16,6 +16,7 @@ from weft.ops.collectives import tree
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import OneShot, TwoShot
 from weft.ops.overlap import sliced_reduce
+from weft.parallel import invariant_local
 from weft.parallel.step_plan import plan_layer, plan_step
 from weft.plan.planned import Planned
 from weft.transport.plans import PushPlan
@@ -159,8 +160,8 @@ def test_an_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows(activation):
         assert_identical(on_ranks(main, world_size, M), expected[:M])
 
 
-@pytest.mark.parametrize(("layout", "shared"), (("whole", False), ("whole", True), ("slices", False)))
-def test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(layout, shared):
+def experts(layout, shared=False):
+    """Function of a team and a number of rows: what 16 experts make of that many rows of 40."""
     features = 96 if layout == "whole" else 256
     sizes = {"hidden_size": 128, "intermediate_size": features, "num_experts": 16, "num_experts_per_tok": 4}
     sizes |= {"shared_intermediate_size": 256, "shared_gate": True} if shared else {}
@@ -175,9 +176,23 @@ def test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(layout, shar
             shard.target.copy_(whole.narrow(shard.dim, shard.start, size))
         return moe(x[:M])
 
+    return main
+
+
+@pytest.mark.parametrize(("layout", "shared"), (("whole", False), ("whole", True), ("slices", False)))
+def test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(layout, shared):
+    main = experts(layout, shared)
     expected = on_ranks(main, 1, 40)
     for world_size, M in ((2, 1), (4, 40), (8, 3)):
         assert_identical(on_ranks(main, world_size, M), expected[:M], what=f"W={world_size} M={M}")
+
+
+@pytest.mark.parametrize("layout", ("whole", "slices"))
+def test_sums_of_experts_in_an_order_of_the_ranks_are_seen(layout, monkeypatch):
+    main, added = experts(layout), invariant_local.moe_nodes
+    expected = on_ranks(main, 2, 9)
+    monkeypatch.setattr(invariant_local, "moe_nodes", lambda *given, **more: added(*given, **more).roll(1, 0))
+    assert not torch.equal(on_ranks(main, 1, 9), expected)
 
 
 def test_experts_refuse_gradients_and_numbers_that_eight_does_not_divide():

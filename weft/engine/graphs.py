@@ -31,6 +31,7 @@ from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.slots import Adjustments, Slots, rows_of
 from weft.parallel.step import PagedCache
+from weft.runtime.graphs import recording
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
 
@@ -123,8 +124,7 @@ class Graphs:
 
     def _record(self, key: Key, run: Callable[[], Any]) -> None:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, self._pool):
             run()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph

@@ -20,6 +20,7 @@ from weft.costs import fitted
 from weft.costs.gpu import Gpu, default_file, named, nearest, write
 from weft.runtime import capabilities
 from weft.runtime.capabilities import launch_options
+from weft.runtime.graphs import recording
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -147,7 +148,7 @@ def in_a_row(call: Callable[[], object], count: int = IN_A_ROW) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         for _ in range(count):
             call()
     return microseconds(graph.replay, 1) / count

@@ -27,6 +27,7 @@ from weft.bench.models.sessions import WeftSession, in_mode
 from weft.engine.batch import Batch
 from weft.engine.engine import Engine
 from weft.engine.runner import Runner
+from weft.runtime.graphs import recording
 
 if TYPE_CHECKING:
     from weft.engine.config import EngineConfig
@@ -170,7 +171,7 @@ def step_ms(model: Decoder, batch: int) -> float:
         team.synchronize()
         team.barrier()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with recording(graph):
             step()
         graph.replay()
         team.synchronize()

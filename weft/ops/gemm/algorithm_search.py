@@ -30,6 +30,7 @@ from weft.plan.algorithms import Entry
 from weft.runtime import cublaslt
 from weft.runtime.capabilities import COLD_BYTES
 from weft.runtime.cublaslt import Algorithm
+from weft.runtime.graphs import recording
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -195,8 +196,7 @@ class GpuContest:
 
     def _captured(self, algorithm: Algorithm | None) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, self._pool):
             for number in range(self._calls):
                 cublas.run(Cublas(algorithm=algorithm), self._a, self._weights[number % len(self._weights)], self._out)
         self._pool = self._pool or graph.pool()  # one graph runs at a time

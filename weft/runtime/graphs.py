@@ -1,4 +1,7 @@
-"""Captures of CUDA graphs, during which no garbage is collected: a graph that is freed then would end the capture."""
+"""Captures of CUDA graphs, during which no garbage is collected.
+
+A graph that is freed during a capture ends it, and graphs of an earlier engine may be garbage in cycles.
+"""
 
 from __future__ import annotations
 

@@ -60,14 +60,15 @@ class Rows:
 def captured(steps: Iterable[Callable[[], object]], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
     """CUDA graph of steps that have run before."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for step in steps:
             step()
     return graph
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, calls: int = 1, rounds: int = 5, warm_up: int = 1) -> float:
-    """Median time in µs of one of the graph's calls."""
+    """Median time in µs of one of the graph's calls, with the start of a graph in it: replays do not follow each other."""
     begin, end, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
     for _ in range(warm_up + rounds):
         begin.record()

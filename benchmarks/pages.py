@@ -14,12 +14,15 @@ def with_tables(text: str, tables: Mapping[str, str]) -> str:
     """Text of a page with these tables in place of those between its marks."""
     for name, table in tables.items():
         head, mark, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, tail = rest.partition("<!-- end -->\n")
-        if not (mark and end):
-            raise ValueError(f"the page has no <!-- {name} --> with an <!-- end -->")
+        old, end, tail = rest.partition("<!-- end -->\n")
+        if not (mark and end) or "<!-- " in old:
+            raise ValueError(f"the page has no <!-- {name} --> with an <!-- end --> before the next mark")
         text = head + mark + table.rstrip("\n") + "\n" + end + tail
     return text
 
 
 def write(page: Path, tables: Mapping[str, str]) -> None:
-    put(page, with_tables(page.read_text(), tables))
+    try:
+        put(page, with_tables(page.read_text(), tables))
+    except ValueError as error:
+        raise ValueError(f"{page}: {error}") from None

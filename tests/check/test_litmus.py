@@ -70,6 +70,27 @@ def test_message_passing_without_order():
 
 
 @triton.jit
+def fenced(x, out, team, SENDER: tl.constexpr, SEM: tl.constexpr):
+    """The fence orders the store before the atomic, which alone delivers it."""
+    if wl.rank(team) == SENDER:
+        tl.store(wl.symm_at(x, 1 - SENDER, team), 1)
+        wl.fence(team)
+        tl.atomic_xchg(wl.symm_at(x, 1 - SENDER, team) + FLAG, 1, sem=SEM, scope="sys")
+    else:
+        seen = tl.load(x, volatile=True)
+        flag = tl.atomic_add(x + FLAG, 0, sem="acquire", scope="sys")
+        tl.store(out, seen * 10 + flag)
+
+
+@pytest.mark.parametrize("sem", ["relaxed", "acquire", "release"])
+def test_an_atomic_after_a_fence_delivers_what_was_stored_before_it(sem):
+    """0, 10: the store was seen or not, without the flag; 1, 11: with it. The load comes before the atomic."""
+    for sender in (0, 1):
+        expected = {(0, seen) if sender == 0 else (seen, 0) for seen in (0, 1, 10, 11)}
+        assert outcomes(fenced, constants=(sender, sem), kinds=["race"]) == expected
+
+
+@triton.jit
 def notified(x, out, team):
     if wl.rank(team) == 0:
         tl.store(wl.symm_at(x, 1, team) + tl.arange(0, 2), 1)

@@ -42,7 +42,7 @@ def check(case: Case, rank: int, everyone: Sequence[Inputs], result: Any, *, wha
             assert actual.dtype == case.dtype, f"{what}: dtype {actual.dtype}"
             assert_close(
                 actual, wanted, accuracy.terms, partials=accuracy.partials, levels=accuracy.levels, by_row=accuracy.by_row,
-                what=what,
+                roundings=accuracy.roundings, what=what,
             )  # fmt: skip
 
 
@@ -86,10 +86,12 @@ def assert_close(
     partials: int = 0,
     levels: int = 3,
     by_row: bool = False,
+    roundings: int = 1,
     what: str = "result",
 ) -> None:
     """``actual`` is the sum that ``expected`` holds in fp32 or wider, rounded. NaN and infinities must stand where
-    they do there. ``by_row``: the tolerance is relative to the RMS of each row, not of the whole. ``levels``: of ``Accuracy``.
+    they do there. ``by_row``: the tolerance is relative to the RMS of each row, not of the whole. ``levels``, ``roundings``: of
+    ``Accuracy``.
 
     AssertionError with the largest error, the RMS of the errors and the first coordinates that are wrong.
     """
@@ -104,7 +106,8 @@ def assert_close(
     special = ~expected.isfinite()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = torch.where(same, 0.0, (actual - expected).abs())
-    bound = error_bound(torch.where(special, torch.nan, expected), dtype, terms, partials, by_row, levels=levels)
+    finite = torch.where(special, torch.nan, expected)
+    bound = error_bound(finite, dtype, terms, partials, by_row, roundings=roundings, levels=levels)
     bad = torch.where(special, ~same, ~(error <= bound))
     if bad.any():
         raise AssertionError(f"{what}: {describe(actual, expected, error, bad)} of {dtype}, sum of {terms}")

@@ -107,6 +107,11 @@ class Walk:
             return awake[sorted(awake)[0]]
         self._take(node.chosen, node.enabled[node.chosen])
         self._add_branches()
+        # Stores that the step delivers are no steps of this run, so no race shows that they may arrive before it.
+        delivers = {*node.enabled[node.chosen]}
+        node.backtrack |= {
+            key for key, footprint in node.enabled.items() if footprint and delivers.issuperset(footprint)
+        }
         return awake[node.chosen]
 
     def _node(self, enabled: dict[str, Footprint]) -> Node | None:

@@ -149,7 +149,7 @@ class Op:
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> Any:
         """Call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError if they do not fit."""
-        return self.calls(*self.checked_sizes(sizes), dtype, design)
+        return self.calls(*self.checked_sizes(sizes), dtype, design, **fields)
 
     def checked_sizes(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """ValueError unless ``sizes`` are positive integers."""

@@ -64,7 +64,7 @@ def mlp_summand(x: Tensor | Fp8, w: MLPWeights, adapters: Tensor | None, local: 
     return adapted_matmul(gated, w.down, w.down_lora, adapters, local)
 
 
-class OfAdapters(Recipe):
+class WithAdapters(Recipe):
     """Part of both recipes. rows: adapter of each row, of the step that runs."""
 
     __slots__ = ()
@@ -74,11 +74,11 @@ class OfAdapters(Recipe):
         self, x: Hidden, residual: Hidden, w: LayerWeights, step: Step, *more: Any
     ) -> tuple[Hidden, Hidden]:
         of_step = replace(self, rows=step.adapters)  # type: ignore[type-var]  # subclasses are dataclasses
-        return super(OfAdapters, of_step).decoder_layer(x, residual, w, step, *more)
+        return super(WithAdapters, of_step).decoder_layer(x, residual, w, step, *more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedNorm(OfAdapters, FusedNorm):
+class AdaptedNorm(WithAdapters, FusedNorm):
     """``FusedNorm`` with adapters, without split-K partials and deferred scales: few tokens."""
 
     deferred_scale: bool = False
@@ -101,7 +101,7 @@ class AdaptedNorm(OfAdapters, FusedNorm):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted(OfAdapters, Replicated):
+class Adapted(WithAdapters, Replicated):
     """``Replicated`` with adapters: a GEMM, adapters, and of a row-parallel one the all-reduce."""
 
     rows: Tensor | None = field(default=None, compare=False)

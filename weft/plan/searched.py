@@ -93,7 +93,7 @@ def load(path: Path, place: Place, check: Callable[[Row], None]) -> list[Entry]:
 
     Damaged lines are skipped, with one warning.
 
-    check  a row's ValueError if its op makes no design of it
+    check  raises ValueError for a row of which its op makes no design
     """
     if not path.exists():
         return []

@@ -146,7 +146,9 @@ class VirtualTime(Observer):
         if order.acquires:
             self._catch_up(addresses)
         if not np.array_equal(old, new):
-            if order.scope == "sys" and order.releases and addresses.size == 1:
+            # A relaxed one after a fence is a signal too.
+            signals = order.releases or not order.acquires
+            if order.scope == "sys" and signals and addresses.size == 1:
                 self._notify(int(addresses[0]), int(new[0]), new.dtype.itemsize)
             else:
                 # Others may follow at once; this program waits for its result.

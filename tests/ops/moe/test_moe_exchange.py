@@ -8,7 +8,7 @@ import torch
 import weft
 import weft.check
 from tests.check.calls import combined, dispatched, routed
-from tests.compiling import a_view, compiled_exchange, stack_bytes
+from tests.compiling import a_view, compiled_exchange, pairs_taken_apart, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.moe import changing
@@ -349,9 +349,14 @@ TILE = {"ROWS": 4, "num_warps": 1}
 
 @pytest.mark.triton_internals
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("row_bytes", [512, 1024, 2048, 4096])
-def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_path):
-    design = lamport.DispatchWords(row_bytes=row_bytes, num_warps=row_bytes // 512, rounds=True)
+@pytest.mark.parametrize(
+    ("row_bytes", "num_warps"),
+    sampled(
+        [(512, 1), (1024, 2), (2048, 4), (4096, 8), (1024, 1), (4096, 4)], lambda row_bytes, num_warps: row_bytes > 512
+    ),
+)
+def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, num_warps, tmp_path):
+    design = lamport.DispatchWords(row_bytes=row_bytes, num_warps=num_warps, rounds=True)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
     own, of_all = lamport.Unrounded(FLOATS, INTS, SHORTS), lamport.Tokens(INTS, INTS, SHORTS, INTS)
@@ -361,7 +366,7 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
     if arch == "sm_90":
         assert stack_bytes(kernel, tmp_path) == 0
         # Single bytes taken out of words, of which ptxas 12.8 lost some.
-        assert not re.search(r"prmt\.b32 .*, 0, 0x777", kernel.asm["ptx"])
+        assert not re.search(r"prmt\.b32 .*, 0, 0x777", kernel.asm["ptx"]) and not pairs_taken_apart(kernel)
 
 
 @pytest.mark.triton_internals

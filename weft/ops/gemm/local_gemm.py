@@ -24,8 +24,6 @@ from weft.ops.op import registered
 from weft.plan import table
 from weft.plan.planned import AUTO, Machine, Planned, machine
 
-# Of the deferred RMS scale of a case: any that is small beside the mean squares.
-
 
 class LocalGemm(GemmOp):
     """A GEMM of one rank."""

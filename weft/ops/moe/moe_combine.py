@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-# Results of all ranks up to which "lamport" is a choice of more than two ranks, and of more than four: a program then holds the
-# loads of several owners' tokens, and beyond nothing was measured.
+# Results of all ranks up to which "lamport" is a choice of three and four ranks, and of more: a program then holds the loads of
+# several owners' tokens, and beyond nothing was measured. The first is of four ranks (results/h200-x4-moe).
 MEASURED_BYTES, BEYOND_FOUR = 256 << 20, 2 << 20
 
 
@@ -85,7 +85,7 @@ def moe_combine(
     tokens      T of this rank, as it was dispatched
     algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter), "pipelined" (as
                 that, with copy engines under the sums, for many tokens) or "lamport" (as that, in one kernel and one hop, for
-                few tokens and, of two ranks, for many)
+                few tokens and, of two to four ranks, for many)
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
     the same bits from run to run. "push", "pipelined" and "lamport" add up the ranks in their order; "sum_then_scatter" has the

@@ -79,7 +79,9 @@ class Accesses:
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
 
-    def step(self, places: Places, what: str, write: bool, releases: bool = False, late: bool = False) -> None:
+    def step(
+        self, places: Places, what: str, write: bool, releases: bool = False, late: bool = False, atomic: bool = False
+    ) -> None:
         """Let other tasks run before this access, then deliver the stores that it must find.
 
         what  kind of its event, "" without one
@@ -89,7 +91,7 @@ class Accesses:
             task, is_active = self.scheduler.current, not places.is_empty
             low, high = (places.low, places.high) if is_active else (0, 0)
             own = ((low, high, write),) if is_active and not late else ()
-            task.next = own + self.stores.footprint(low, high, releases)
+            task.next = own + self.stores.footprint(low, high, releases, atomic)
             task.next_line = self.interpreter.kernel_line()
         self.scheduler.step()
         if what and self._on_event is not None:
@@ -333,7 +335,7 @@ class Accesses:
         self._check_remote(op, places)
         only_reads = op == "add" and not np.asarray(values).any()
         key = self.before_read(places)
-        self.step(places, op, not only_reads, releases=order.releases)
+        self.step(places, op, not only_reads, releases=order.releases, atomic=True)
         unsigned = UNSIGNED[dtype.itemsize]
         values = np.broadcast_to(values, places.shape)
         active = places.active.ravel()

@@ -162,9 +162,9 @@ class StoreBuffers(Stores):
 
     # --- for exhaustive search ---------------------------------------------------------------------------------------
 
-    def footprint(self, low: int, high: int, releases: bool) -> Footprint:
+    def footprint(self, low: int, high: int, releases: bool, atomic: bool = False) -> Footprint:
         late = [late for late in self._mine() if releases or late.overlaps(low, high)]
-        late += self._known() if releases else []
+        late += self._known() if releases else self._before() if atomic else []
         return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
 
     def under_way(self, programs: Collection[Task]) -> bool:

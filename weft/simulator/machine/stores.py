@@ -66,7 +66,7 @@ class Stores:
         """Deliver stores when no task can go on. False if there are none."""
         return False
 
-    def footprint(self, low: int, high: int, releases: bool) -> Footprint:
+    def footprint(self, low: int, high: int, releases: bool, atomic: bool = False) -> Footprint:
         """Bytes of stores that the program's access to ``low .. high - 1`` delivers; all if it releases."""
         return ()
 

@@ -236,8 +236,9 @@ def test_schemas_and_fakes_tell_the_truth(case, place):
         weft.simulate(main, case.world_size)
 
 
-@pytest.mark.parametrize(("op", "variant"), [(op, variant) for op in OPS for variant in op.variants], ids=str)
+@pytest.mark.parametrize(("op", "variant"), [(op.name, variant) for op in OPS for variant in op.variants])
 def test_a_call_keeps_the_variant_that_is_asked_for(op, variant):
+    op = find_op(op)
     here = machine(capabilities.simulated(2, like="h200"), 2)
     sizes = tuple(64 if name == "head_dim" else 512 for name in op.sizes) if len(op.sizes) > 1 else ((512, 512),)
     assert getattr(op.call_of(sizes, torch.bfloat16, here, **{variant: True}), variant)

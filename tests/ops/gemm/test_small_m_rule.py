@@ -11,6 +11,7 @@ from weft.kernels.fp8 import quantized_weight
 from weft.ops.gemm import matmul_four_bit, matmul_fp8
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
 from weft.ops.gemm.small_m_rule import LEAST_WEIGHT, default_small_m
 from weft.ops.op import find_op
 from weft.plan import table
@@ -39,6 +40,15 @@ def test_the_measured_shapes_get_their_rows(dtype):
             found = planned(row, M, H200, dtype)
             assert found.row is not None and found.design == row.as_design(MATMUL.designs), (row, M)
         assert planned(row, 80, H200, dtype).name == "cublas", row
+
+
+@pytest.mark.parametrize("N", [3072, 6400, 12800])
+@pytest.mark.parametrize("form", ["block_fp8", "channel_fp8"])
+def test_more_than_64_rows_of_a_gated_gemm_in_fp8_are_cublas_s(form, N):
+    for M, name in ((64, "small_m"), (65, "cublas"), (128, "cublas")):
+        assert MATMUL_SILU_MUL.plan(GemmCall(M, N, 5120, torch.bfloat16, **{form: True}), machine(H200, 1)).name == name
+    narrow = MATMUL.plan(GemmCall(128, N, 5120, torch.bfloat16, **{form: True}), machine(H200, 1)).name
+    assert narrow == ("cublas" if N == 12800 else "small_m")
 
 
 def test_the_rule_is_near_the_rows():

@@ -26,8 +26,10 @@ MAX_PARTIALS_LEFT = 3
 # it begins; with 128 rows it takes a fifth more by itself. One H100, 16x5120x4096 after a norm: 17.6 us, cuBLAS 19.8
 # (benchmarks/lab/h100-skinny.json). Where it wins with more rows, rows of the table say so.
 MAX_ROWS = 64
-# Rows up to which an fp8 GEMM of any weight, and of one of few rows, takes less time than cuBLAS's block scaling. One H200,
-# 25600x5120: 64 rows 41.3 us, cuBLAS 43.9; 128 rows 57.8 and 44.5. 5120x12800: 128 rows 31.9 and 38.9 (benchmarks/fp8_gemm.py).
+# Rows up to which an fp8 GEMM of any weight, and of one of few rows that is not gated, takes less time than cuBLAS's block
+# scaling. One H200, 25600x5120: 64 rows 41.3 us, cuBLAS 43.9; 128 rows 57.8 and 44.5. 5120x12800: 128 rows 31.9 and 38.9
+# (benchmarks/fp8_gemm.py). Gated ones had tiles of 128 rows too: steps of 128 sequences of Qwen3-32B took four H200s 38 us a
+# layer more than predicted (results/h200-x4-fp8); cuBLAS takes 24.8 us for that weight (lab/h200-fp8-gemm-w4.json).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
 # Rows up to which a 4-bit weight is converted in the GEMM, which waits for the conversions. One H200, 25600x5120, in brackets
 # with the weight converted before: MXFP4 64 rows 133 us (120 + 79), 128 rows 212 (187); int4 128 rows 172 (185).
@@ -106,7 +108,7 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     """
     M, N, K = call.M, call.N, call.K
     if call.fp8:
-        return _fp8_rule(call, caps)
+        return _fp8_rule(call, caps, gated)
     if call.four_bit:
         most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
         if most < M:
@@ -128,14 +130,14 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     return True, f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
 
 
-def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
+def _fp8_rule(call: GemmCall, caps: Capabilities, gated: bool) -> tuple[bool, str]:
     if caps.arch != "sm_90":
         return True, f"{caps.arch}: fp8 by cuBLAS not measured"
     if call.dtype != torch.bfloat16:
         return True, f"{call.dtype}: cuBLAS's fp8 GEMMs return bfloat16"
     if not call.aligned:
         return True, f"N={call.N} K={call.K} or scales of other blocks than 128 x 128, which cuBLAS does not take"
-    most = MAX_FP8_ROWS_NARROW if cdiv(call.N, 64) <= caps.sms else MAX_FP8_ROWS
+    most = MAX_FP8_ROWS_NARROW if cdiv(call.N, 64) <= caps.sms and not gated else MAX_FP8_ROWS
     if most < call.M:
         return False, f"M={call.M} > {most}: bound by the tensor cores, as cuBLAS is"
     return True, f"M={call.M} <= {most}: all programs at once, each reading its share of the weight"

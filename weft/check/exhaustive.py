@@ -2,8 +2,8 @@
 
 Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is repeated with another
 choice only where accesses of two tasks overlap and one task writes. Buffered stores (``store_buffers``) are separate
-tasks. Host code runs as soon as it can, so its accesses are not permuted. A polling loop that has seen nothing new
-waits for a write to the polled bytes.
+tasks, which are tried before a step that would deliver them. Host code runs as soon as it can, so its accesses are not
+permuted. A polling loop that has seen nothing new waits for a write to the polled bytes.
 """
 
 from __future__ import annotations

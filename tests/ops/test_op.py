@@ -225,7 +225,8 @@ def test_schemas_and_fakes_tell_the_truth(case, place):
     def main(team):
         call_op(case, team, inputs_of(case, team.rank))
         called = tuple(seen.get(threading.get_ident(), ()))
-        assert called
+        # All-reduces of partials have no torch op.
+        assert called or (case.op == "all_reduce" and case.field("partials"))
         for op, arguments in called:
             in_fp8 = any(getattr(x, "dtype", None) == torch.float8_e4m3fn for x in tree_leaves(arguments))
             tests = ("test_schema", "test_faketensor", "test_autograd_registration")

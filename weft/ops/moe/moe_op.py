@@ -99,11 +99,13 @@ class MoeOp(Op):
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         whole = MoeShape(*shape)
         given = {"held": whole.held, **({"skew": SKEWS[whole.skew]} if whole.skew else {}), **fields}
-        sizes = self.case_sizes(whole)
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+        return self.case(world_size, dtype, *self.case_sizes(whole), **given)
 
     def case(self, world_size: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-        """A case of these sizes; fields: its further arguments."""
+        """A case of these sizes. fields: the op's further arguments.
+
+        ``layout`` among them says how experts are split (``Op.case``: how tensors lie in memory).
+        """
         given = tuple(fields.items())
         return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, design=design, fields=given)
 

@@ -9,11 +9,13 @@ is timed. The built-in model then adds in both formats, in graphs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +30,11 @@ from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedArguments
+from weft.ops.moe.grouped.rule import four_bit_tiles_for
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
+from weft.ops.moe.routing import Schedule
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import COLD_BYTES
@@ -86,23 +93,97 @@ def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Itera
         yield {"provider": "small_m mxfp4, swept", **run, "design": asdict(design)}
 
 
-def experts() -> Iterator[dict[str, Any]]:
-    """Times of the gated GEMM of half of Qwen3-30B-A3B's experts with weights in bf16 and in MXFP4."""
-    E, k, N, K = 64, 8, 768, 2048
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = [mxfp4(torch.randn(E, 2 * N, K, device="cuda", generator=generator) * K**-0.5) for _ in range(2)]
-    wide = [weight.dequantized(torch.bfloat16) for weight in weights]
-    for T in (1, 8, 32, 128):
-        x = torch.randn(T, K, device="cuda", generator=generator).bfloat16()
-        ids = torch.stack([torch.randperm(2 * E)[:k] for _ in range(T)]).int().cuda()
-        schedule = ops.moe_schedule(ids, ops.Experts(first=0, count=E, total=2 * E))
-        pairs = int(schedule.counts.sum())
-        reference = ops.grouped_matmul_silu_mul(x, wide[0], schedule)[:pairs].double()
-        for name, several in (("bf16", wide), ("mxfp4", weights)):
-            call = timed(
-                lambda w, x=x, s=schedule, n=pairs: ops.grouped_matmul_silu_mul(x, w, s)[:n], several, reference
-            )
-            yield {"T": T, "pairs": pairs, "provider": f"experts {name}", **call}
+class Mixture(NamedTuple):
+    """Experts of a model on a GPU: ``E`` of ``total``, k for a token, N features, K columns of the model."""
+
+    E: int
+    total: int
+    k: int
+    N: int
+    K: int
+
+    def schedule(self, T: int) -> Schedule:
+        ids = torch.stack([torch.randperm(self.total)[: self.k] for _ in range(T)]).int().cuda()
+        return ops.moe_schedule(ids, ops.Experts(first=0, count=self.E, total=self.total))
+
+
+MIXTURES = {"qwen3-30b-a3b": Mixture(64, 128, 8, 768, 2048), "gpt-oss-120b": Mixture(128, 128, 4, 2880, 2880)}
+TOKENS, SWEPT_TOKENS = (1, 8, 32, 128), (1, 32)
+
+
+def expert_tiles(gated: bool) -> Iterator[FourBitTiles]:
+    """The default tiles first, then tiles with one or two of their fields moved."""
+    base = four_bit_tiles_for(capabilities_of(torch.device("cuda", 0)), gated=gated)
+    yield base
+    halves = 2 if gated else 1
+    for block_n, warps, per_sm, stages in (
+        (32, 4, 4, 4), (64, 4, 2, 4), (64, 4, 2, 6), (64, 4, 3, 3), (64, 4, 4, 3), (64, 4, 4, 4), (128, 8, 1, 4),
+        (128, 8, 2, 3), (128, 8, 2, 4),
+    ):  # fmt: skip
+        yield replace(base, block_n=block_n * halves, num_warps=warps, per_sm=per_sm, num_stages=stages)
+
+
+def compile_experts(job: tuple[FourBitTiles, bool, int]) -> None:
+    """Compile tiles for the experts of gpt-oss-120b by running them for two small experts."""
+    tiles, gated, T = job
+    small = MIXTURES["gpt-oss-120b"]._replace(E=8, total=8)
+    weight = mxfp4(torch.randn(small.E, (2 if gated else 1) * small.N, small.K, device="cuda"))
+    given = expert_arguments(small, weight, T, gated)
+    # Tiles of pairs as all experts have them.
+    gemms.run(tiles, given, gated=gated)
+
+
+def expert_arguments(of: Mixture, weight: Any, T: int, gated: bool) -> GroupedArguments:
+    """Arguments of the first GEMM, or of the second one, whose rows are in the order of the schedule."""
+    schedule = of.schedule(T)
+    rows = T if gated else T * of.k
+    x = torch.randn(rows, of.K if gated else of.N, device="cuda", generator=torch.Generator("cuda").manual_seed(T))
+    return GroupedArguments.of(x.bfloat16(), weight, schedule, gated)
+
+
+def experts(deadline: float) -> Iterator[dict[str, Any]]:
+    """Times of experts' GEMMs with weights in bf16 and in MXFP4, by the plan and by other tiles."""
+    for (name, of), gated in itertools.product(MIXTURES.items(), (True, False)):
+        rows, columns = (2 * of.N, of.K) if gated else (of.K, of.N)
+        weights, wide = [], []
+        for seed in range(2):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            several = [
+                mxfp4(torch.randn(of.E // 8, rows, columns, device="cuda", generator=generator) * columns**-0.5)
+                for _ in range(8)
+            ]
+            weights.append(FourBit(*(torch.cat([one[at] for one in several]) for at in range(2)), columns))
+            wide.append(torch.cat([one.dequantized(torch.bfloat16) for one in several]))
+        for T in TOKENS:
+            if time.monotonic() > deadline:
+                return
+            given = expert_arguments(of, wide[0], T, gated)
+            sweep = T in SWEPT_TOKENS and name == "gpt-oss-120b"
+            at = {"model": name, "gated": gated, "T": T, "pairs": int(given.schedule.counts.sum())}
+            for row in times_of_experts(given, gated, {"bf16": wide, "mxfp4": weights}, at["pairs"], sweep):
+                yield {**at, **row}
+
+
+def times_of_experts(
+    given: GroupedArguments, gated: bool, weights: dict[str, list[Any]], pairs: int, sweep: bool
+) -> Iterator[dict[str, Any]]:
+    """Times with each of ``weights``, of which bf16's product is the reference where all pairs are here."""
+    design = plan_of_experts(given, gated)
+    reference = gemms.run(design, given, gated=gated)[:pairs].double() if pairs == given.schedule.all_pairs else None
+
+    def call(weight: Any, tiles: Any) -> torch.Tensor:
+        return gemms.run(tiles, GroupedArguments.of(given.x, weight, given.schedule, gated), gated=gated)[:pairs]
+
+    yield {"provider": "bf16", **timed(partial(call, tiles=design), weights["bf16"], reference)}
+    for number, tiles in enumerate(expert_tiles(gated)):
+        if number == 0 or sweep:
+            swept = {"design": asdict(tiles)} if number else {}
+            yield {"provider": "mxfp4", **timed(partial(call, tiles=tiles), weights["mxfp4"], reference), **swept}
+
+
+def plan_of_experts(given: GroupedArguments, gated: bool) -> Any:
+    op = GROUPED_MATMUL_SILU_MUL if gated else GROUPED_MATMUL
+    return op.plan(given.call(gated), machine(capabilities_of(given.x.device), 1)).design
 
 
 def sums(team: weft.Team) -> dict[str, str]:
@@ -121,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=25.0, help="skip what is left after this time")
+    parser.add_argument("--experts", type=float, default=40.0, help="seconds for experts after that")
     options = parser.parse_args()
     start = time.monotonic()
     jobs = {
@@ -130,6 +212,8 @@ def main() -> None:
     }  # fmt: skip
     results = Rows(options.out, compiled=len(jobs))
     results.document["errors"] = compile_all(compile_one, jobs)[:8]
+    of_experts = [(tiles, gated, T) for gated in (True, False) for tiles in expert_tiles(gated) for T in (1, 128)]
+    results.document["errors"] += compile_all(compile_experts, of_experts)[:8]
     caps = capabilities_of(torch.device("cuda", 0))
     for N, K in SHAPES:
         copies = max(2, cdiv(int(COLD_BYTES), N * K // 2))
@@ -150,7 +234,11 @@ def main() -> None:
             for row in rows_of(M, weights, start + options.seconds):
                 results.add({"N": N, "K": K, "M": M, **row})
         del weights
-    results.document["experts"] = list(experts())
+    results.document["experts"] = []
+    for row in experts(start + options.seconds + options.experts):
+        print(row, flush=True)
+        results.document["experts"].append(row)
+        results.write()
     results.document["sums"] = weft.launch(sums, 1)[0]
     results.write()
 

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import weft
 from tests.ops.checking import assert_identical
 from weft.kernels import four_bit
 from weft.kernels.four_bit import BLOCK, FourBit, int4, mxfp4, packed, pairs, unpacked
 from weft.kernels.four_bit_tile import dequantized
+from weft.language.lowering import ptx
 from weft.ops.case import BF16, FP16, FP32
 
 inf, nan = torch.inf, torch.nan
@@ -54,6 +57,33 @@ def test_mxfp4_is_the_specification_s():
         expected = [in_mxfp4(row[start : start + 32]) for start in (0, 32)]
         assert scales.tolist() == [scale for scale, _ in expected]
         assert written.tolist() == [*expected[0][1], *expected[1][1]]
+
+
+@triton.jit
+def e2m1_kernel(data, scales, low, high):
+    at = tl.arange(0, 256)
+    bytes, of_all = tl.load(data + at), tl.load(scales + at)
+    tl.store(low + at, ptx.scaled_e2m1(bytes, of_all, 0))
+    tl.store(high + at, ptx.scaled_e2m1(bytes, of_all, 1))
+
+
+def test_assembly_makes_every_number_times_every_scale():
+    """NVIDIA's form for bf16, whose instructions the simulator executes."""
+    values = torch.arange(256, dtype=torch.uint8)
+
+    def main(team):
+        for power in (0, 1, 2, 30, 126, 127, 128, 252, 253, 254, 255):
+            scale = torch.full((256,), e8m0(power), dtype=BF16)
+            results = torch.empty(2, 256, dtype=BF16)
+            e2m1_kernel[(1,)](values, scale, *results)
+            for bits, of_all in zip((values & 15, values >> 4), results, strict=True):
+                wanted = torch.tensor([e2m1(int(one)) * e8m0(power) for one in bits], dtype=torch.float64)
+                if power < 255:
+                    assert_identical(of_all, wanted.to(BF16), what=f"2**({power} - 127)")
+                else:
+                    assert of_all.isnan().all()
+
+    weft.simulate(main, 1)
 
 
 def test_mxfp4_keeps_no_infinity_and_names_the_group():

@@ -134,21 +134,29 @@ def test_compiles_without_a_graph_break():
 # --- planted mistakes ---------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "halves of bytes swapped": ("first = weight_of(bytes & 15,", "first = weight_of(bytes >> 4,"),
-    "the scale of the group before": ("k // grid.columns + tl.arange", "tl.maximum(k // grid.columns - 1, 0) + tl.arange"),
+    "halves of bytes swapped": ("first = weight_of(bytes, 0,", "first = weight_of(bytes, 1,"),
+    "the scale of the quarter before": (
+        "k // grid.columns + quarter * QUARTER // grid.columns", "tl.maximum(k - 1, 0) // grid.columns + quarter * QUARTER // grid.columns"),
     "the scale of the first half for the second": (
-        "second = weight_of(bytes >> 4, grid, rows, limit, k + HALF,", "second = weight_of(bytes >> 4, grid, rows, limit, k,"),
-    "scales one row off": ("source + rows.to", "source + tl.minimum(rows + 1, limit - 1).to"),
-    "groups of a row all the first": ("(ROWS, GROUPS, grid.columns)).reshape(ROWS, HALF)",
-                                      "(ROWS, GROUPS, grid.columns)).permute(0, 2, 1).reshape(ROWS, HALF)"),
-    "gate's scales for up": ("grid, N + n, 2 * N, k, K", "grid, n, 2 * N, k, K"),
+        "values[FIRST + 2 * HIGH], values[FIRST + 2 * HIGH + 1]", "values[FIRST], values[FIRST + 1]"),
+    "scales one row off": (
+        "of_rows, inside = source + rows.to", "of_rows, inside = source + tl.minimum(rows + 1, limit - 1).to"),
+    "quarters swapped": ("tl.arange(0, 2)[None, :] == 0, first", "tl.arange(0, 2)[None, :] == 1, first"),
+    "gate's scales for up": ("scales_of_step(grid, N + n, 2 * N, k + STEP, K)", "scales_of_step(grid, n, 2 * N, k + STEP, K)"),
+    "scales of the step itself": ("next_values = scales_of_step(grid, n, N, k + STEP, K)",
+                                  "next_values = scales_of_step(grid, n, N, k, K)"),
     "the sign is dropped": ("(numbers & 8).to(tl.uint32) << 28 |", "(numbers & 8).to(tl.uint32) << 0 |"),
 }  # fmt: skip
 OF_INT4 = {
-    "no zero": ("zero = 8388608.0 + of_columns(grid.zeros, grid, rows, limit, k, K).to(tl.float32)", "zero = 8388616.0"),
-    "the zero of the group before": (
-        "of_columns(grid.zeros, grid, rows, limit, k, K)",
-        "of_columns(grid.zeros, grid, rows, limit, tl.maximum(k - 128, 0), K)"),
+    "no zero": (
+        "zero = 8388608.0 + of_half(grid.zeros, values, 4, HIGH, grid, rows, limit, k, K).to(tl.float32)", "zero = 8388616.0"),
+    "the scale for the zero": ("of_half(grid.zeros, values, 4, HIGH", "of_half(grid.zeros, values, 0, HIGH"),
+}  # fmt: skip
+# Groups of less than a quarter, where a rank's edge cuts them.
+NARROW = {
+    "the scale of the group before": ("k // grid.columns + tl.arange", "tl.maximum(k // grid.columns - 1, 0) + tl.arange"),
+    "groups of a row all the first": ("(ROWS, GROUPS, grid.columns)).reshape(ROWS, HALF)",
+                                      "(ROWS, GROUPS, grid.columns)).permute(0, 2, 1).reshape(ROWS, HALF)"),
 }  # fmt: skip
 
 
@@ -158,6 +166,19 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     mutant = mutated(four_bit_tile, *{**MUTANTS, **OF_INT4}[name], f"four_bit_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(small_m, "four_bit_tile", mutant.four_bit_tile)
     assert alone(lambda: cases_that_fail(lambda case: case.field("four_bit") == form))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_groups_of_16_columns_catch_a_planted_mistake(name, tmp_path, monkeypatch):
+    mutant = mutated(four_bit_tile, *NARROW[name], f"four_bit_narrow_{len(name)}", tmp_path)
+    monkeypatch.setattr(small_m, "four_bit_tile", mutant.four_bit_tile)
+
+    def main():
+        x, weight = operands(5, 48, 272, "int4 of 16 columns")
+        with pytest.raises(AssertionError):
+            close(by_design(DESIGNS[0], ScaledMatrix(x), weight), reference(x, weight), 272, name)
+
+    alone(main)
 
 
 # --- refused arguments --------------------------------------------------------------------------------------------------

@@ -220,6 +220,18 @@ def prefetch(ptr, nbytes):
 
 
 @triton.jit
+def multiplies_bf16_in_pairs():
+    """True where ``scaled_e2m1`` is written for the target, a compile-time constant."""
+    return target_info.cuda_capability_geq(8, 0)
+
+
+@triton.jit
+def scaled_e2m1(bytes, scales, HIGH: tl.constexpr):
+    """bf16 of the e2m1 numbers in the low or HIGH halves of ``bytes``, times bf16 powers of two."""
+    return ptx.scaled_e2m1(bytes, scales, HIGH)
+
+
+@triton.jit
 def count_unwritten(x):
     return tl.sum(is_unwritten(x).to(tl.int32))
 

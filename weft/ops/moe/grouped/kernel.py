@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.four_bit_tile import HALF, four_bit_dot
+from weft.kernels.four_bit_tile import HALF, four_bit_dot, scales_of_step
 from weft.kernels.fp8 import COLUMNS, store_rows
 from weft.kernels.fp8_tile import fp8_dot, row_scales, scaled, weight_scales
 from weft.kernels.gemm_tile import halves
@@ -272,6 +272,10 @@ def grouped_matmul_kernel(
         if four_bit is not None:
             scale_row = expert * N * OF_N + column + tl.arange(0, ROWS)
             scale_end = (expert * OF_N + 1) * N
+            values = scales_of_step(four_bit, scale_row, scale_end, begin_k, K)
+            of_up = values
+            if FORM.gated:
+                of_up = scales_of_step(four_bit, scale_row + N, scale_end + N, begin_k, K)
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, begin_k, FORM, ROWS)
@@ -291,10 +295,14 @@ def grouped_matmul_kernel(
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
             elif four_bit is not None:
                 high = x_tile(x, rows, row, deep, k + HALF, K, FORM)
-                acc = four_bit_dot(a, high, b, four_bit, scale_row, scale_end, k, K, acc, TRANSPOSED)
+                next_values = scales_of_step(four_bit, scale_row, scale_end, k + BLOCK_K, K)
+                acc = four_bit_dot(a, high, b, four_bit, values, scale_row, scale_end, k, K, acc, TRANSPOSED)
+                values = next_values
                 if FORM.gated:
                     b = weight_tile(weight, expert, 1, column, k // PACKED, FORM, ROWS)
-                    up = four_bit_dot(a, high, b, four_bit, scale_row + N, scale_end + N, k, K, up, TRANSPOSED)
+                    next_values = scales_of_step(four_bit, scale_row + N, scale_end + N, k + BLOCK_K, K)
+                    up = four_bit_dot(a, high, b, four_bit, of_up, scale_row + N, scale_end + N, k, K, up, TRANSPOSED)
+                    of_up = next_values
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
                 if FORM.gated:

@@ -69,7 +69,8 @@ def of_columns(source, grid, rows, limit, k, K):
 def of_quarters(source, grid, rows, limit, k, K):
     """Values of ``source`` for the four quarters of a step from k on, [rows] for each quarter.
 
-    A group has QUARTER columns or more; 0 from row ``limit`` and column K on. Each thread loads the few values of its rows, so no layout is converted.
+    Groups have QUARTER columns or more; 0 from row ``limit`` and column K on. Each thread loads the few values of its rows, so
+    no layout is converted.
     """
     of_rows, inside = source + rows.to(tl.int64) * grid.row, rows < limit
     values = ()

@@ -136,7 +136,7 @@ def test_compiles_without_a_graph_break():
 MUTANTS = {
     "halves of bytes swapped": ("first = weight_of(bytes, 0,", "first = weight_of(bytes, 1,"),
     "the scale of the quarter before": (
-        "k // grid.columns + quarter * QUARTER // grid.columns", "tl.maximum(k - 1, 0) // grid.columns + quarter * QUARTER // grid.columns"),
+        "group = k // grid.columns + quarter *", "group = tl.maximum(k - 1, 0) // grid.columns + quarter *"),
     "the scale of the first half for the second": (
         "values[FIRST + 2 * HIGH], values[FIRST + 2 * HIGH + 1]", "values[FIRST], values[FIRST + 1]"),
     "scales one row off": (

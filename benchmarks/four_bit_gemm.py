@@ -52,11 +52,15 @@ def designs(M: int, N: int, K: int) -> Iterator[SmallM]:
     call = GemmCall(M, N, K, torch.bfloat16, four_bit="mxfp4", design="small_m")
     base = MATMUL.plan(call, machine(caps, 1)).design
     yield base
-    for block_n, warps, stages in ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 3), (64, 8, 4)):
+    for block_n, block_k, warps, stages in (
+        (64, 128, 4, 4), (64, 256, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (128, 128, 8, 4),
+        (128, 256, 8, 3),
+    ):  # fmt: skip
         tiles = cdiv(N, block_n) * cdiv(M, base.block_m)
         for programs in (2, 4):
             partials = max(1, min(programs * caps.sms // tiles, cdiv(K, 128) // 8, 16))
-            yield replace(base, block_n=block_n, num_warps=warps, num_stages=stages, partials=partials)
+            fields = {"block_n": block_n, "block_k": block_k, "num_warps": warps, "num_stages": stages}
+            yield replace(base, **fields, partials=partials)
 
 
 def compile_one(job: tuple[SmallM, int]) -> None:
@@ -116,11 +120,12 @@ def expert_tiles(gated: bool) -> Iterator[FourBitTiles]:
     base = four_bit_tiles_for(capabilities_of(torch.device("cuda", 0)), gated=gated)
     yield base
     halves = 2 if gated else 1
-    for block_n, warps, per_sm, stages in (
-        (32, 4, 4, 4), (64, 4, 2, 4), (64, 4, 2, 6), (64, 4, 3, 3), (64, 4, 4, 3), (64, 4, 4, 4), (128, 8, 1, 4),
-        (128, 8, 2, 3), (128, 8, 2, 4),
+    for block_n, block_k, warps, per_sm, stages in (
+        (64, 128, 4, 3, 4), (64, 128, 4, 4, 3), (64, 256, 4, 2, 3), (64, 256, 4, 3, 3), (64, 256, 4, 3, 2), (64, 256, 4, 4, 2),
+        (128, 128, 4, 2, 3), (128, 256, 4, 2, 3), (128, 256, 4, 2, 2), (128, 256, 8, 2, 3), (128, 128, 8, 2, 4),
     ):  # fmt: skip
-        yield replace(base, block_n=block_n * halves, num_warps=warps, per_sm=per_sm, num_stages=stages)
+        fields = {"block_n": block_n * halves, "block_k": block_k, "num_warps": warps}
+        yield replace(base, **fields, per_sm=per_sm, num_stages=stages)
 
 
 def compile_experts(job: tuple[FourBitTiles, bool, int]) -> None:

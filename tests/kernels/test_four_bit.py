@@ -60,28 +60,30 @@ def test_mxfp4_is_the_specification_s():
 
 
 @triton.jit
-def e2m1_kernel(data, scales, low, high):
+def e2m1_kernel(words, scales, out):
     at = tl.arange(0, 256)
-    bytes, of_all = tl.load(data + at), tl.load(scales + at)
-    tl.store(low + at, ptx.scaled_e2m1(bytes, of_all, 0))
-    tl.store(high + at, ptx.scaled_e2m1(bytes, of_all, 1))
+    of_words, of_all = tl.load(words + at), tl.load(scales + at)
+    for place in tl.static_range(4):
+        tl.store(out + place * 256 + at, ptx.scaled_e2m1(of_words, of_all, place))
 
 
 def test_assembly_makes_every_number_times_every_scale():
     """NVIDIA's form for bf16, whose instructions the simulator executes."""
-    values = torch.arange(256, dtype=torch.uint8)
+    words = torch.arange(256)
+    words = (words | words.flip(0) << 8).to(torch.int16)
 
     def main(team):
         for power in (0, 1, 2, 30, 126, 127, 128, 252, 253, 254, 255):
             scale = torch.full((256,), e8m0(power), dtype=BF16)
-            results = torch.empty(2, 256, dtype=BF16)
-            e2m1_kernel[(1,)](values, scale, *results)
-            for bits, of_all in zip((values & 15, values >> 4), results, strict=True):
-                wanted = torch.tensor([e2m1(int(one)) * e8m0(power) for one in bits], dtype=torch.float64)
+            results = torch.empty(4, 256, dtype=BF16)
+            e2m1_kernel[(1,)](words, scale, results)
+            for place, result in enumerate(results):
+                values = [e2m1(int(word) >> 4 * place & 15) * e8m0(power) for word in words]
                 if power < 255:
-                    assert_identical(of_all, wanted.to(BF16), what=f"2**({power} - 127)")
+                    wanted = torch.tensor(values, dtype=torch.float64).to(BF16)
+                    assert_identical(result, wanted, what=f"place {place}, 2**({power} - 127)")
                 else:
-                    assert of_all.isnan().all()
+                    assert result.isnan().all()
 
     weft.simulate(main, 1)
 
@@ -136,14 +138,15 @@ def test_int4_is_the_nearest_number(group, symmetric):
             assert_identical(read, (torch.tensor(numbers).double() - zero) * step)
 
 
-def test_bytes_hold_columns_of_two_halves():
+def test_words_hold_columns_of_four_quarters():
     numbers = torch.randint(0, 16, (3, 200), generator=torch.Generator().manual_seed(2))
     data = packed(numbers)
     assert data.shape == (3, 128)
     assert torch.equal(unpacked(data, 200), numbers.to(torch.uint8))
-    assert data[1, 5] == numbers[1, 5] + 16 * numbers[1, 5 + BLOCK // 2]
-    assert data[2, 64 + 7] == numbers[2, 128 + 7] + 16 * numbers[2, 192 + 7]
-    assert torch.equal(pairs(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)), torch.tensor([[1, 2, 3, 4]]))
+    quarter = BLOCK // 4
+    for byte, columns in ((10, (5, 5 + quarter)), (11, (5 + 2 * quarter, 5 + 3 * quarter)), (72, (132, 132 + quarter))):
+        low, high = (int(numbers[1, column]) if column < 200 else 0 for column in columns)
+        assert data[1, byte] == low + 16 * high, byte
 
 
 FORMS = {

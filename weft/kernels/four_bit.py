@@ -6,8 +6,9 @@
 
     weight = number * scale in fp32, rounded once to the dtype of the rows
 
-So a weight is the same in every design of a GEMM. The halves of a block of 128 columns share bytes: a tile of bytes is two
-tiles of the weight, each beside 64 neighbouring columns of x, and kernels interleave nothing.
+So a weight is the same in every design of a GEMM. The quarters of a block of 128 columns share 16-bit words: a tile of words is
+four tiles of the weight side by side, of 32 columns, which share a scale of MXFP4. A thread makes its numbers of the words that
+it holds, two words at a time, and kernels interleave nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import torch
 
 from weft.kernels.fp8 import spread
 
-# Columns whose halves share bytes.
+# Columns whose quarters share words, and a word's numbers.
 BLOCK = 128
+OF_WORD = 4
+# Bytes of MXFP4's scales that a kernel loads at a time: a block's.
+SCALE_BYTES = 4
 # Columns of a scale: as MXFP4 has them, and as int4 made at load.
 MX_GROUP, INT_GROUP = 32, 128
 # e2m1 by its bits without the sign, and the middles of neighbours.
@@ -33,10 +37,11 @@ MIDDLE = 8
 class FourBit(NamedTuple):
     """A weight [rows, K] in MXFP4 or int4.
 
-    data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: byte j of 64 has column j of 128 in its low half and
-             column 64 + j in its high half; halves of columns from K on are 0
+    data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: of 128 columns bytes 2 i and 2 i + 1 have columns i,
+             32 + i, 64 + i and 96 + i, the first ones in their low halves; halves of columns from K on are 0
     scales   [rows, ceil(K / g)] for groups of g columns, a power of two from 2 to 128; [rows, 1] for whole rows.
-             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4
+             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4. Rows may be apart: kernels are faster where
+             rows of MXFP4 begin on 4 bytes (``in_words``)
     columns  K
     zeros    uint8 of the shape of ``scales``: zero points of int4, 0 .. 15; None: 8
     """
@@ -83,17 +88,23 @@ class FourBit(NamedTuple):
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
     """``data`` of a ``FourBit`` from its numbers [..., K], each 0 .. 15."""
-    blocks = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % BLOCK)).unflatten(
-        -1, (-1, 2, BLOCK // 2)
-    )
-    low, high = blocks.unbind(-2)
-    return (low | high << 4).flatten(-2)
+    blocks = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % BLOCK))
+    first, second, third, fourth = blocks.unflatten(-1, (-1, OF_WORD, BLOCK // OF_WORD)).unbind(-2)
+    return torch.stack((first | second << 4, third | fourth << 4), -1).flatten(-3)
 
 
 def unpacked(data: torch.Tensor, columns: int) -> torch.Tensor:
     """Numbers uint8 [..., columns] of ``data``."""
-    blocks = data.unflatten(-1, (-1, BLOCK // 2))
-    return torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3)[..., :columns]
+    low, high = data.unflatten(-1, (-1, BLOCK // OF_WORD, 2)).unbind(-1)
+    return torch.stack((low & 15, low >> 4, high & 15, high >> 4), -2).flatten(-3)[..., :columns]
+
+
+def in_words(scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4's ``scales`` with rows that begin on 4 bytes."""
+    padding = -scales.shape[-1] % SCALE_BYTES
+    if padding == 0:
+        return scales.contiguous()
+    return torch.nn.functional.pad(scales, (0, padding))[..., : scales.shape[-1]]
 
 
 def pairs(data: torch.Tensor) -> torch.Tensor:
@@ -128,7 +139,7 @@ def mxfp4(weight: torch.Tensor) -> FourBit:
     # By a power of two: in fp64 nothing is lost.
     sizes = (groups.abs().double() / scales_of_e8m0(scales, torch.float64)[..., None]).nan_to_num(0.0, 0.0)
     numbers = _nearest_e2m1(sizes) | (groups.signbit().to(torch.uint8) << 3)
-    return FourBit(packed(numbers.flatten(-2)[..., : weight.shape[-1]]), scales, weight.shape[-1])
+    return FourBit(packed(numbers.flatten(-2)[..., : weight.shape[-1]]), in_words(scales), weight.shape[-1])
 
 
 def _nearest_e2m1(sizes: torch.Tensor) -> torch.Tensor:

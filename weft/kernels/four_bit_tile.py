@@ -10,7 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels import four_bit
-from weft.kernels.four_bit import FourBit
+from weft.kernels.four_bit import MX_GROUP, SCALE_BYTES, FourBit
 from weft.language.lowering import stock
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -19,10 +19,10 @@ from weft.runtime.launching import launch_on
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Columns of a step along K, of its half that has half of every byte, and of half of that.
-STEP: tl.constexpr = tl.constexpr(four_bit.BLOCK)
-HALF: tl.constexpr = tl.constexpr(four_bit.BLOCK // 2)
-QUARTER: tl.constexpr = tl.constexpr(four_bit.BLOCK // 4)
+# Columns of a block and of a quarter, whose numbers are at one place of the block's words.
+COLUMNS: tl.constexpr = tl.constexpr(four_bit.BLOCK)
+OF_WORD: tl.constexpr = tl.constexpr(four_bit.OF_WORD)
+QUARTER: tl.constexpr = tl.constexpr(four_bit.BLOCK // four_bit.OF_WORD)
 MIDDLE: tl.constexpr = tl.constexpr(four_bit.MIDDLE)
 # Rows of a program of ``dequantize_kernel``.
 ROWS = 64
@@ -34,6 +34,7 @@ class Grid(NamedTuple):
     scales, zeros  of the weight, with rows of ``row`` elements
     columns        of a scale; 0: all of K
     has_zeros      else ``zeros`` are not read
+    in_words       ``scales`` are int32: those of a block of MXFP4, of 32 columns each, the first in the lowest byte
     """
 
     scales: torch.Tensor
@@ -41,112 +42,52 @@ class Grid(NamedTuple):
     row: int
     columns: tl.constexpr
     has_zeros: tl.constexpr
+    in_words: tl.constexpr = tl.constexpr(False)
+
+
+def words_of(weight: FourBit) -> torch.Tensor:
+    """``data`` as int16 words, as kernels take it."""
+    return weight.data.view(torch.int16)
 
 
 def grid_of(weight: FourBit) -> Grid:
     """Kernel argument ``grid`` of a weight, or of the rows of all experts."""
     scales = weight.scales.flatten(0, -2)
+    (rows, count), row = scales.shape, scales.stride(0) if len(scales) > 1 else scales.shape[1]
+    if weight.is_mxfp4 and weight.group == MX_GROUP and row % SCALE_BYTES == 0 and scales.data_ptr() % SCALE_BYTES == 0:
+        words = scales.as_strided((rows, row), (row, 1)).view(torch.int32)
+        return Grid(words, words, row // SCALE_BYTES, *map(tl.constexpr, (MX_GROUP, False, True)))
     zeros = scales if weight.zeros is None else weight.zeros.flatten(0, -2)
-    columns = 0 if scales.shape[1] == 1 else weight.group
-    return Grid(scales, zeros, scales.shape[1], tl.constexpr(columns), tl.constexpr(weight.zeros is not None))
+    columns = 0 if count == 1 else weight.group
+    scales, zeros = scales.contiguous(), zeros.contiguous()
+    return Grid(scales, zeros, count, tl.constexpr(columns), tl.constexpr(weight.zeros is not None))
 
 
 @triton.jit
-def of_columns(source, grid, rows, limit, k, K):
-    """Values [rows, HALF] of ``source`` for columns from k on, of groups narrower than a quarter.
+def of_quarter(source, grid, rows, limit, k, K):
+    """Values of ``source`` for columns k .. k + QUARTER - 1, [rows, QUARTER], or [rows, 1] if they are equal.
 
     0 from row ``limit`` and column K on.
     """
     ROWS: tl.constexpr = rows.shape[0]
-    GROUPS: tl.constexpr = HALF // grid.columns
-    at, inside = (source + rows.to(tl.int64) * grid.row)[:, None], (rows < limit)[:, None]
-    group = k // grid.columns + tl.arange(0, GROUPS)[None, :]
-    values = tl.load(at + group, mask=inside & (group * grid.columns < K), other=0)
-    return tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, grid.columns)).reshape(ROWS, HALF)
-
-
-@triton.jit
-def of_quarters(source, grid, rows, limit, k, K):
-    """Values of ``source`` for the four quarters of a step from k on, [rows] for each quarter.
-
-    Groups have QUARTER columns or more; 0 from row ``limit`` and column K on. Each thread loads the few values of its rows, so
-    no layout is converted.
-    """
-    of_rows, inside = source + rows.to(tl.int64) * grid.row, rows < limit
-    values = ()
-    for quarter in tl.static_range(4):
-        if grid.columns == 0:
-            values += (tl.load(of_rows, mask=inside, other=0),)
-        else:
-            # k is a multiple of STEP, and so of every group: quarters of one group have one address.
-            group = k // grid.columns + quarter * QUARTER // grid.columns
-            values += (tl.load(of_rows + group, mask=inside & (group * grid.columns < K), other=0),)
-    return values
-
-
-@triton.jit
-def scales_of_step(grid, rows, limit, k, K):
-    """Scales of a step from k on, and its zeros, to be loaded while the step before is multiplied.
-
-    Four of ``of_quarters`` each. Of narrower groups nothing but k: they are loaded where they are used.
-    """
-    if grid.columns > 0 and grid.columns < QUARTER:
-        return (k + tl.zeros((), tl.int32),)
-    elif grid.has_zeros:
-        return of_quarters(grid.scales, grid, rows, limit, k, K) + of_quarters(grid.zeros, grid, rows, limit, k, K)
+    of_rows = source + rows.to(tl.int64) * grid.row
+    if grid.columns == 0:
+        return tl.load(of_rows, mask=rows < limit, other=0)[:, None]
+    elif grid.columns >= QUARTER:
+        # By groups, not by k: quarters of one group have one address and one mask.
+        group = k // grid.columns
+        return tl.load(of_rows + group, mask=(rows < limit) & (group * grid.columns < K), other=0)[:, None]
     else:
-        return of_quarters(grid.scales, grid, rows, limit, k, K)
-
-
-@triton.jit
-def of_two_quarters(first, second, grid):
-    """[rows, HALF] of the values [rows] of its two quarters, or [rows, 1] if they are equal."""
-    if grid.columns == 0 or grid.columns >= HALF:
-        return first[:, None]
-    else:
-        ROWS: tl.constexpr = first.shape[0]
-        both = tl.where(tl.arange(0, 2)[None, :] == 0, first[:, None], second[:, None])
-        return tl.broadcast_to(both[:, :, None], (ROWS, 2, QUARTER)).reshape(ROWS, HALF)
-
-
-@triton.jit
-def of_half(source, values, FIRST: tl.constexpr, HIGH: tl.constexpr, grid, rows, limit, k, K):
-    """Values of a step's first half, or if HIGH of its second, from ``values`` or ``source``.
-
-    values  ``scales_of_step``, from number FIRST on; of narrow groups they are loaded from ``source``
-    """
-    if grid.columns > 0 and grid.columns < QUARTER:
-        return of_columns(source, grid, rows, limit, k + HIGH * HALF, K)
-    else:
-        return of_two_quarters(values[FIRST + 2 * HIGH], values[FIRST + 2 * HIGH + 1], grid)
-
-
-@triton.jit
-def weight_of(bytes, HIGH: tl.constexpr, grid, values, rows, limit, k, K, dtype: tl.constexpr):
-    """The weight [rows, HALF] of the first half of a step from k on, or if HIGH of its second.
-
-    bytes   uint8 [rows, HALF], whose low halves are the numbers, or if HIGH their high halves
-    values  ``scales_of_step``
-    """
-    scales = of_half(grid.scales, values, 0, HIGH, grid, rows, limit, k, K)
-    if grid.scales.dtype.element_ty == tl.uint8 and dtype == tl.bfloat16:
-        return scaled_e2m1(bytes, scales, HIGH)
-    numbers = bytes >> (4 * HIGH) & 15
-    if grid.scales.dtype.element_ty == tl.uint8:
-        return scaled_by_fp32(numbers, scales).to(dtype)
-    else:
-        # 2**23 + number, whose lowest bits are the number's.
-        large = (numbers.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
-        if grid.has_zeros:
-            zero = 8388608.0 + of_half(grid.zeros, values, 4, HIGH, grid, rows, limit, k, K).to(tl.float32)
-        else:
-            zero = 8388608.0 + MIDDLE
-        return ((large - zero) * scales).to(dtype)
+        at, inside = of_rows[:, None], (rows < limit)[:, None]
+        GROUPS: tl.constexpr = QUARTER // grid.columns
+        group = k // grid.columns + tl.arange(0, GROUPS)[None, :]
+        values = tl.load(at + group, mask=inside & (group * grid.columns < K), other=0)
+        return tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, grid.columns)).reshape(ROWS, QUARTER)
 
 
 @triton.jit
 def scaled_by_fp32(numbers, scales):
-    """fp32 of e2m1 ``numbers``, uint8 in 4 bits, times 2**(scales - 127) of e8m0."""
+    """fp32 of e2m1 ``numbers`` in 4 bits, times 2**(scales - 127) of e8m0."""
     # e2m1's exponent and mantissa in fp32's lowest ones: 2**-126 times the number, also where it is subnormal.
     bits = (numbers & 8).to(tl.uint32) << 28 | (numbers & 7).to(tl.uint32) << 22
     exponent = scales.to(tl.uint32)
@@ -156,86 +97,124 @@ def scaled_by_fp32(numbers, scales):
 
 
 @triton.jit
-def scaled_e2m1(bytes, scales, HIGH: tl.constexpr):
-    """bf16 of the e2m1 numbers in the low or HIGH halves of ``bytes``, times 2**(scales - 127) of e8m0.
+def scaled_e2m1(words, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """``dtype`` of the e2m1 numbers at one PLACE of ``words``, times 2**(scales - 127) of e8m0.
 
-    Exact: bf16 has the exponents of fp32, and two bits of mantissa suffice.
+    Exact in bf16, which has the exponents of fp32, and mantissa enough for two bits.
     """
-    if stock.multiplies_bf16_in_pairs():
+    if dtype == tl.bfloat16 and stock.multiplies_bf16_in_pairs():
         exponent = scales.to(tl.int32)
         # As in fp32: the smallest is subnormal, the largest NaN.
         scale = tl.where(exponent == 0, 0x40, tl.where(exponent == 255, 0x7FC0, exponent << 7))
-        return stock.scaled_e2m1(bytes, scale.to(tl.int16).to(tl.bfloat16, bitcast=True), HIGH)
+        return stock.scaled_e2m1(words, scale.to(tl.int16).to(tl.bfloat16, bitcast=True), PLACE)
     else:
-        return scaled_by_fp32(bytes >> (4 * HIGH) & 15, scales).to(tl.bfloat16)
+        return scaled_by_fp32(words.to(tl.int32) >> (4 * PLACE) & 15, scales).to(dtype)
 
 
 @triton.jit
-def four_bit_dot(low, high, bytes, grid, values, rows, limit, k, K, acc, TRANSPOSED: tl.constexpr):
-    """acc + x @ w.T of STEP columns from k on, or if TRANSPOSED its transpose.
-
-    low, high  x [M, HALF] of columns from k on, and from k + HALF on
-    bytes      [rows, HALF] of the weight; values: ``scales_of_step``
-    """
-    first = weight_of(bytes, 0, grid, values, rows, limit, k, K, low.dtype)
-    second = weight_of(bytes, 1, grid, values, rows, limit, k, K, low.dtype)
-    if TRANSPOSED:
-        acc = tl.dot(first, low.T, acc)
-        return tl.dot(second, high.T, acc)
+def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, limit, k, K, dtype: tl.constexpr):
+    """The weight [rows, QUARTER] of columns k + PLACE * QUARTER on, of a block's ``words`` [rows, QUARTER]."""
+    k += PLACE * QUARTER
+    if grid.in_words:
+        return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, dtype)
+    scales = of_quarter(grid.scales, grid, rows, limit, k, K)
+    if grid.scales.dtype.element_ty == tl.uint8:
+        return scaled_e2m1(words, scales, PLACE, dtype)
+    # 2**23 + number, whose lowest bits are the number's.
+    large = ((words.to(tl.int32) >> (4 * PLACE) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
+    if grid.has_zeros:
+        zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, limit, k, K).to(tl.float32)
     else:
-        acc = tl.dot(low, first.T, acc)
-        return tl.dot(high, second.T, acc)
+        zero = 8388608.0 + MIDDLE
+    return ((large - zero) * scales).to(dtype)
+
+
+@triton.jit
+def side_by_side(left, right):
+    """[rows, 2 n] of two blocks [rows, n]. Threads keep what they have: a wide dot needs no shared memory for it."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+
+
+@triton.jit
+def block_of(words, scales, grid, rows, limit, k, K, dtype: tl.constexpr):
+    """The weight [rows, COLUMNS] of a block from column k on, of its ``words``, and its ``scales`` if they are in words."""
+    first = quarter_of(words, scales, 0, grid, rows, limit, k, K, dtype)
+    second = quarter_of(words, scales, 1, grid, rows, limit, k, K, dtype)
+    third = quarter_of(words, scales, 2, grid, rows, limit, k, K, dtype)
+    fourth = quarter_of(words, scales, 3, grid, rows, limit, k, K, dtype)
+    return side_by_side(side_by_side(first, second), side_by_side(third, fourth))
+
+
+@triton.jit
+def weight_of(words, grid, rows, limit, k, K, dtype: tl.constexpr):
+    """The weight [rows, COLUMNS or 2 COLUMNS] from column k on, of ``words``, a quarter as wide.
+
+    Scales in words are loaded with copies that run ahead as those of ``words`` do, if at least as many as threads.
+    """
+    if words.shape[1] == QUARTER:
+        scales = rows
+        if grid.in_words:
+            at = grid.scales + rows.to(tl.int64) * grid.row + k // COLUMNS
+            scales = tl.load(at, mask=(rows < limit) & (k < K), other=0)
+        return block_of(words, scales, grid, rows, limit, k, K, dtype)
+    else:
+        tl.static_assert(words.shape[1] == 2 * QUARTER, "a step along K has one block or two")
+        left, right = tl.split(words.reshape(words.shape[0], 2, QUARTER).permute(0, 2, 1))
+        of_left, of_right = rows, rows
+        if grid.in_words:
+            block = k // COLUMNS + tl.arange(0, 2)[None, :]
+            at = grid.scales + rows.to(tl.int64)[:, None] * grid.row + block
+            both = tl.load(at, mask=(rows < limit)[:, None] & (block * COLUMNS < K), other=0)
+            of_left, of_right = tl.split(both)
+        return side_by_side(
+            block_of(left, of_left, grid, rows, limit, k, K, dtype),
+            block_of(right, of_right, grid, rows, limit, k + COLUMNS, K, dtype),
+        )
 
 
 @triton.jit
 def four_bit_tile(
     x, weight, grid, N, K, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr
 ):
-    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
+    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1 of block.k columns; the same twice unless GATED.
 
-    A step is STEP columns, and its scales are loaded a step ahead. Each is [block.m, block.n]; if TRANSPOSED, its transpose:
-    block is ``Block`` of the small-M kernel.
-    x       descriptor over [M, K] in blocks of HALF columns; weight: over bytes of [N, K], or of [2 N, K] if GATED
+    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
+    x       descriptor over [M, K]; weight: over int16 words of [N, K], or of [2 N, K] if GATED
     grid    ``Grid``
     """
     BLOCK_N: tl.constexpr = block.m if TRANSPOSED else block.n
     acc = tl.zeros((block.m, block.n), dtype=tl.float32)
     up = acc
     n = column + tl.arange(0, BLOCK_N)
-    values = scales_of_step(grid, n, N, first * STEP, K)
-    of_up = values
-    if GATED:
-        of_up = scales_of_step(grid, N + n, 2 * N, first * STEP, K)
-    for k in range(first * STEP, last * STEP, STEP):
-        bytes = weight.load([column, k // 2])
-        low = x.load([row, k])
-        high = x.load([row, k + HALF])
-        next_values = scales_of_step(grid, n, N, k + STEP, K)
-        acc = four_bit_dot(low, high, bytes, grid, values, n, N, k, K, acc, TRANSPOSED)
-        values = next_values
+    for k in range(first * block.k, last * block.k, block.k):
+        words = weight.load([column, k // OF_WORD])
+        a = x.load([row, k])
+        b = weight_of(words, grid, n, N, k, K, a.dtype)
+        if TRANSPOSED:
+            acc = tl.dot(b, a.T, acc)
+        else:
+            acc = tl.dot(a, b.T, acc)
         if GATED:
-            bytes = weight.load([N + column, k // 2])
-            next_values = scales_of_step(grid, N + n, 2 * N, k + STEP, K)
-            up = four_bit_dot(low, high, bytes, grid, of_up, N + n, 2 * N, k, K, up, TRANSPOSED)
-            of_up = next_values
+            words = weight.load([N + column, k // OF_WORD])
+            b = weight_of(words, grid, N + n, 2 * N, k, K, a.dtype)
+            if TRANSPOSED:
+                up = tl.dot(b, a.T, up)
+            else:
+                up = tl.dot(a, b.T, up)
     return acc, up
 
 
 @triton.jit
-def dequantize_kernel(data, grid, out, N, K, BLOCK_ROWS: tl.constexpr):
-    """out[N, K] of a ``FourBit`` weight's ``data``        grid: (cdiv(N, BLOCK_ROWS), cdiv(K, STEP))"""
+def dequantize_kernel(words, grid, out, N, K, BLOCK_ROWS: tl.constexpr):
+    """out[N, K] of a ``FourBit`` weight's ``words``        grid: (cdiv(N, BLOCK_ROWS), cdiv(K, COLUMNS))"""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    k = tl.program_id(1) * STEP
-    j = tl.arange(0, HALF)[None, :]
+    k = tl.program_id(1) * COLUMNS
     row, inside = rows.to(tl.int64)[:, None], (rows < N)[:, None]
-    bytes = tl.load(data + row * (tl.cdiv(K, STEP) * HALF) + k // 2 + j, mask=inside, other=0)
-    values = scales_of_step(grid, rows, N, k, K)
-    first = weight_of(bytes, 0, grid, values, rows, N, k, K, out.dtype.element_ty)
-    second = weight_of(bytes, 1, grid, values, rows, N, k, K, out.dtype.element_ty)
-    at = out + row * K + k + j
+    at = row * (tl.cdiv(K, COLUMNS) * QUARTER) + k // OF_WORD + tl.arange(0, QUARTER)[None, :]
+    block = weight_of(tl.load(words + at, mask=inside, other=0), grid, rows, N, k, K, out.dtype.element_ty)
+    column = k + tl.arange(0, COLUMNS)[None, :]
     wl.follow_previous_kernel()  # the buffer of the result may be one that it reads
-    tl.store(at, first, mask=inside & (k + j < K))
-    tl.store(at + HALF, second, mask=inside & (k + HALF + j < K))
+    tl.store(out + row * K + column, block, mask=inside & (column < K))
 
 
 def dequantized(weight: FourBit, dtype: torch.dtype, caps: Capabilities) -> torch.Tensor:
@@ -245,5 +224,5 @@ def dequantized(weight: FourBit, dtype: torch.dtype, caps: Capabilities) -> torc
     launch = launch_on(
         weight.device, dequantize_kernel, (), lambda: {"BLOCK_ROWS": ROWS, "num_warps": 4, **launch_options(caps)}
     )
-    launch((cdiv(N, ROWS), cdiv(K, STEP.value)), weight.data, grid_of(weight), out, N, K)
+    launch((cdiv(N, ROWS), cdiv(K, four_bit.BLOCK)), words_of(weight), grid_of(weight), out, N, K)
     return out

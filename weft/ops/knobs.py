@@ -45,6 +45,11 @@ def powers(low: int = 1) -> Legal:
     return lambda value: rule if value < low or value & (value - 1) else None
 
 
+def one_of(*values: int) -> Legal:
+    rule = f"is not one of {', '.join(map(str, values))}"
+    return lambda value: None if value in values else rule
+
+
 def counts(high: int | None = None, remedy: str = "") -> Legal:
     """Numbers from 1 to ``high``; None: on."""
     rule = "is not positive; pass 1 or more" if high is None else f"is not in 1 .. {high}{remedy}"

@@ -21,6 +21,7 @@ from weft.kernels.four_bit import (
     MIDDLE,
     MX_GROUP,
     FourBit,
+    in_words,
     int4,
     mxfp4,
     packed,
@@ -113,7 +114,7 @@ class FourBitScales(nn.Module):
 
         def empty(dtype: torch.dtype) -> nn.Parameter:
             zeros = torch.zeros((*shape, cut.count), dtype=dtype, device=device)
-            return nn.Parameter(zeros, requires_grad=False)
+            return nn.Parameter(in_words(zeros) if mx else zeros, requires_grad=False)
 
         self.scales = empty(torch.uint8 if mx else torch.float32)
         self.zeros = None if mx or cut.format.symmetric else empty(torch.uint8)

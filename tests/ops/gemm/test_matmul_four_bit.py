@@ -44,6 +44,7 @@ FORMS = {
 SHAPES = ((5, 48, 272), (3, 200, 136), (33, 80, 400), (1, 24, 24))
 DESIGNS = (
     SmallM(block_m=16, block_n=64, block_k=128, transposed=True, partials=2),
+    SmallM(block_m=16, block_n=64, block_k=256, transposed=True),
     SmallM(block_m=32, block_n=16, block_k=32),
     SmallM(block_m=16, block_n=256, block_k=64, transposed=True, ahead=256),
 )
@@ -61,7 +62,8 @@ def reference(x, weight):
     """The product in fp64 with every number, less its zero, times its scale, rounded to the dtype of x."""
     N, K = weight.shape
     at = torch.arange(K)
-    numbers = weight.data[:, at // 128 * 64 + at % 64] >> (at % 128 // 64 * 4) & 15
+    # Of 128 columns i, 32 + i, 64 + i, 96 + i share two bytes.
+    numbers = weight.data[:, at // 128 * 64 + at % 32 * 2 + at % 128 // 64] >> (at % 64 // 32 * 4) & 15
     group = at * 0 if weight.scales.shape[1] == 1 else at // weight.group
     if weight.scales.dtype == torch.uint8:
         exponent, mantissa = numbers >> 1 & 3, numbers & 1
@@ -134,29 +136,30 @@ def test_compiles_without_a_graph_break():
 # --- planted mistakes ---------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "halves of bytes swapped": ("first = weight_of(bytes, 0,", "first = weight_of(bytes, 1,"),
-    "the scale of the quarter before": (
-        "group = k // grid.columns + quarter *", "group = tl.maximum(k - 1, 0) // grid.columns + quarter *"),
-    "the scale of the first half for the second": (
-        "values[FIRST + 2 * HIGH], values[FIRST + 2 * HIGH + 1]", "values[FIRST], values[FIRST + 1]"),
+    "quarters swapped": ("first = quarter_of(words, scales, 0,", "first = quarter_of(words, scales, 1,"),
+    "halves swapped": ("side_by_side(first, second), side_by_side(third, fourth)",
+                       "side_by_side(third, fourth), side_by_side(first, second)"),
+    "the scale of the quarter before": ("of_block >> (8 * PLACE)", "of_block >> (8 * max(PLACE - 1, 0))"),
+    "the scales of the first block": ("grid.row + k // COLUMNS", "grid.row + 0 * k"),
     "scales one row off": (
-        "of_rows, inside = source + rows.to", "of_rows, inside = source + tl.minimum(rows + 1, limit - 1).to"),
-    "quarters swapped": ("tl.arange(0, 2)[None, :] == 0, first", "tl.arange(0, 2)[None, :] == 1, first"),
-    "gate's scales for up": ("scales_of_step(grid, N + n, 2 * N, k + STEP, K)", "scales_of_step(grid, n, 2 * N, k + STEP, K)"),
-    "scales of the step itself": ("next_values = scales_of_step(grid, n, N, k + STEP, K)",
-                                  "next_values = scales_of_step(grid, n, N, k, K)"),
+        "at = grid.scales + rows.to(tl.int64) * grid.row", "at = grid.scales + (rows ^ 1).to(tl.int64) * grid.row"),
+    "gate's scales for up": ("grid, N + n, 2 * N, k, K", "grid, n, 2 * N, k, K"),
     "the sign is dropped": ("(numbers & 8).to(tl.uint32) << 28 |", "(numbers & 8).to(tl.uint32) << 0 |"),
 }  # fmt: skip
 OF_INT4 = {
-    "no zero": (
-        "zero = 8388608.0 + of_half(grid.zeros, values, 4, HIGH, grid, rows, limit, k, K).to(tl.float32)", "zero = 8388616.0"),
-    "the scale for the zero": ("of_half(grid.zeros, values, 4, HIGH", "of_half(grid.zeros, values, 0, HIGH"),
+    "no zero": ("zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, limit, k, K).to(tl.float32)", "zero = 8388616.0"),
+    "the zero of the group before": (
+        "of_quarter(grid.zeros, grid, rows, limit, k, K)",
+        "of_quarter(grid.zeros, grid, rows, limit, tl.maximum(k - 128, 0), K)",
+    ),
 }  # fmt: skip
-# Groups of less than a quarter, where a rank's edge cuts them.
-NARROW = {
+# Mistakes that no case of the ops shows: in steps of 256 columns, and in groups of less than a quarter, of a rank's edge.
+FURTHER = {
+    "the scales of the first two blocks": ("block = k // COLUMNS + tl.arange", "block = 0 * k + tl.arange"),
+    "blocks swapped": ("left, right = tl.split(words", "right, left = tl.split(words"),
     "the scale of the group before": ("k // grid.columns + tl.arange", "tl.maximum(k // grid.columns - 1, 0) + tl.arange"),
-    "groups of a row all the first": ("(ROWS, GROUPS, grid.columns)).reshape(ROWS, HALF)",
-                                      "(ROWS, GROUPS, grid.columns)).permute(0, 2, 1).reshape(ROWS, HALF)"),
+    "groups of a row all the first": ("(ROWS, GROUPS, grid.columns)).reshape(ROWS, QUARTER)",
+                                      "(ROWS, GROUPS, grid.columns)).permute(0, 2, 1).reshape(ROWS, QUARTER)"),
 }  # fmt: skip
 
 
@@ -168,15 +171,15 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     assert alone(lambda: cases_that_fail(lambda case: case.field("four_bit") == form))
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_groups_of_16_columns_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    mutant = mutated(four_bit_tile, *NARROW[name], f"four_bit_narrow_{len(name)}", tmp_path)
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_designs_and_groups_catch_a_planted_mistake(name, tmp_path, monkeypatch):
+    mutant = mutated(four_bit_tile, *FURTHER[name], f"four_bit_further_{len(name)}", tmp_path)
     monkeypatch.setattr(small_m, "four_bit_tile", mutant.four_bit_tile)
 
     def main():
-        x, weight = operands(5, 48, 272, "int4 of 16 columns")
+        x, weight = operands(5, 48, 528, "mxfp4" if "block" in name else "int4 of 16 columns")
         with pytest.raises(AssertionError):
-            close(by_design(DESIGNS[0], ScaledMatrix(x), weight), reference(x, weight), 272, name)
+            close(by_design(DESIGNS[1], ScaledMatrix(x), weight), reference(x, weight), 528, name)
 
     alone(main)
 
@@ -257,14 +260,17 @@ def test_which_design_a_4_bit_weight_gets():
 def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, form, columns, tmp_path):
     call = GemmCall(M, N, K, BF16, four_bit=form, design="small_m")
     design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(H200, 1)).design
-    x, data, squares = torch.zeros((64, 64), dtype=BF16), torch.zeros((64, 64), dtype=torch.uint8), torch.zeros(64)
+    x, words, squares = torch.zeros((64, 256), dtype=BF16), torch.zeros((64, 64), dtype=torch.int16), torch.zeros(64)
     out = torch.zeros(8) if design.partials > 1 else torch.zeros(8, dtype=BF16)
-    of_row, forms = K // (columns or K), (tl.constexpr(columns), tl.constexpr(form == "int4"))
-    grid = Grid(data if form == "mxfp4" else squares, data, of_row, *forms)
+    if form == "mxfp4":
+        scales = torch.zeros(64, dtype=torch.int32)
+        grid = Grid(scales, scales, K // 128, *map(tl.constexpr, (32, False, True)))
+    else:
+        grid = Grid(squares, words, K // (columns or K), *map(tl.constexpr, (columns, True)))
     kernel = compiled(
-        small_m.small_m_kernel, descriptor_or_self(x, design.block_m, 64, True),
-        descriptor_or_self(data, design.block_n, 64, True), data, out, M, Sizes(N, K, K, K // 2), design.partials,
-        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None, grid, None, arch="sm_90",
+        small_m.small_m_kernel, descriptor_or_self(x, design.block_m, design.block_k, True),
+        descriptor_or_self(words, design.block_n, design.block_k // 4, True), words, out, M, Sizes(N, K, K, K // 4),
+        design.partials, design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None, grid, None, arch="sm_90",
         SQUARES=0, **small_m.constants(design, gated), **launch_options(H200),
     )  # fmt: skip
     ptx = kernel.asm["ptx"]

@@ -100,9 +100,8 @@ MUTANTS = {
     "the scales of the first expert": (kernel, "scale_row = expert * N * OF_N", "scale_row = 0 * N"),
     "the scales of gate for up": (kernel, "scale_row + N, scale_end + N", "scale_row, scale_end"),
     "gate twice": (kernel, "expert, 1, column, k // PACKED", "expert, 0, column, k // PACKED"),
-    "the first half of the rows twice": (kernel, "deep, k + HALF, K", "deep, k, K"),
-    "halves that are swapped": (four_bit_tile, "first = weight_of(bytes, 0,", "first = weight_of(bytes, 1,"),
-    "scales of the step itself": (kernel, "scale_row, scale_end, k + BLOCK_K, K)", "scale_row, scale_end, k, K)"),
+    "quarters swapped": (four_bit_tile, "first = quarter_of(words, scales, 0,", "first = quarter_of(words, scales, 1,"),
+    "scales of the first step": (four_bit_tile, "grid.row + k // COLUMNS", "grid.row + 0 * k"),
 }  # fmt: skip
 
 

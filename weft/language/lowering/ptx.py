@@ -147,31 +147,34 @@ def multimem_st(ptr, w0, w1, w2, w3, mask):
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def e2m1_assembly(high):
-    """Assembly of ``scaled_e2m1`` for four bytes.
+# Bits of a word's four numbers -> instructions that leave a number's sign in bit 15 of each half, its magnitude in bits 8 .. 6.
+PICKED = (
+    "shl.b32 s, $1, 12; shl.b32 m, $1, 6; ",
+    "shl.b32 s, $1, 8; shl.b32 m, $1, 2; ",
+    "shl.b32 s, $1, 4; shr.b32 m, $1, 2; ",
+    "mov.b32 s, $1; shr.b32 m, $1, 6; ",
+)
 
-    Bytes go to the upper bytes of 16-bit lanes. A number's sign goes to a lane's highest bit, its exponent and mantissa to bits
-    8 .. 6: a bf16 of 2**-126 times the number, also where it is subnormal. Two multiplications, each exact, since bf16 has no
-    2**126 times any scale.
+
+@triton.constexpr_function
+def e2m1_assembly(place):
+    """Assembly of ``scaled_e2m1`` for two words.
+
+    Exponent and mantissa go to the lowest ones of bf16: 2**-126 times the number, also where it is subnormal. Two
+    multiplications, each exact, since bf16 has no 2**126 times any scale.
     """
-    pair = (
-        "shr.b32 m, {lanes}, 6; and.b32 m, m, 0x01C001C0; lop3.b32 m, {lanes}, 0x80008000, m, 0xEA; "
-        if high
-        else "shr.b32 m, {lanes}, 2; shl.b32 s, {lanes}, 4; and.b32 m, m, 0x01C001C0; lop3.b32 m, s, 0x80008000, m, 0xEA; "
-    ) + "fma.rn.bf16x2 m, m, large, zero; fma.rn.bf16x2 {out}, m, {scale}, zero; "
     return (
-        "{ .reg .b32 a, b, m, s, large, zero; mov.b32 large, 0x7E807E80; mov.b32 zero, 0x80008000; "
-        "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; "
-        f"{pair.format(lanes='a', out='$0', scale='$3')}{pair.format(lanes='b', out='$1', scale='$4')}}}"
+        "{ .reg .b32 m, s, large, zero; mov.b32 large, 0x7E807E80; mov.b32 zero, 0x80008000; "
+        f"{PICKED[place]}and.b32 m, m, 0x01C001C0; lop3.b32 m, s, 0x80008000, m, 0xEA; "
+        "fma.rn.bf16x2 m, m, large, zero; fma.rn.bf16x2 $0, m, $2, zero; }"
     )
 
 
 @triton.jit
-def scaled_e2m1(bytes, scales, HIGH: tl.constexpr):
+def scaled_e2m1(words, scales, PLACE: tl.constexpr):
     """bf16 of e2m1 numbers, two in an instruction. Stock Triton takes some ten instructions for one."""
     return tl.inline_asm_elementwise(
-        e2m1_assembly(HIGH), "=&r,=&r,r,r,r", [bytes, scales], dtype=tl.bfloat16, is_pure=True, pack=4
+        e2m1_assembly(PLACE), "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 

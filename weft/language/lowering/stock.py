@@ -226,9 +226,9 @@ def multiplies_bf16_in_pairs():
 
 
 @triton.jit
-def scaled_e2m1(bytes, scales, HIGH: tl.constexpr):
-    """bf16 of the e2m1 numbers in the low or HIGH halves of ``bytes``, times bf16 powers of two."""
-    return ptx.scaled_e2m1(bytes, scales, HIGH)
+def scaled_e2m1(words, scales, PLACE: tl.constexpr):
+    """bf16 of the e2m1 numbers at one PLACE of int16 ``words``, times bf16 powers of two."""
+    return ptx.scaled_e2m1(words, scales, PLACE)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def by_design(
     """
     rows, scales = x
     if isinstance(design, SmallM):
-        design = replace(design, block_k=BLOCK)
+        design = design if design.block_k in (BLOCK, 2 * BLOCK) else replace(design, block_k=BLOCK)
         given = ScaledMatrix(described(rows), scales), weight, design
         return small_m.run(*given, activation="silu" if gated else None, summed=summed)
     wide = dequantized(weight, rows.dtype, capabilities_of(rows.device))
@@ -54,7 +54,7 @@ def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> No
         if of is None:
             continue
         check_matrix(op, name, of, dtypes, data.device, "a 4-bit")
-        if name != "x" and not of.is_contiguous():
+        if name == "weight.data" and not of.is_contiguous() or name != "x" and of.stride(1) != 1 < of.shape[1]:
             raise ValueError(f"{op}: {name} has strides {of.stride()}; pass {name}.contiguous()")
     N = len(data)
     check_product(op, x.shape[1], N, K, gated)

@@ -29,7 +29,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.activations import activated
 from weft.kernels.four_bit import FourBit
-from weft.kernels.four_bit_tile import HALF, Grid, four_bit_tile, grid_of
+from weft.kernels.four_bit_tile import OF_WORD, Grid, four_bit_tile, grid_of, words_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.fp8_tile import Fp8Scales, fp8_tile, prefetch_weight_scales, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
@@ -130,7 +130,7 @@ def small_m_kernel(
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
     team            in a trace (``traced_view``), else None
     fp8             ``Fp8Scales`` of operands in e4m3; else None
-    grid            ``Grid`` of a weight in 4 bits, whose bytes the weight's arguments are; else None
+    grid            ``Grid`` of a weight in 4 bits, whose int16 words the weight's arguments are; else None
     written         ``Fp8Rows`` of ``out`` in e4m3, if GATED and partials is 1, in tiles of whole groups; else None
 
     signals, waits  none, except the wait for the previous kernel
@@ -150,12 +150,12 @@ def small_m_kernel(
     # Columns of 128 bytes.
     GRAIN: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     if grid is not None:
-        OF_BYTE: tl.constexpr = 2
+        PACKED: tl.constexpr = OF_WORD
     else:
-        OF_BYTE: tl.constexpr = 1
+        PACKED: tl.constexpr = 1
     if ahead > 0:
-        start = first * BLOCK_K // OF_BYTE
-        columns = min(ahead, min(last * BLOCK_K, sizes.K) - first * BLOCK_K) // OF_BYTE // GRAIN * GRAIN
+        start = first * BLOCK_K // PACKED
+        columns = min(ahead, min(last * BLOCK_K, sizes.K) - first * BLOCK_K) // PACKED // GRAIN * GRAIN
         for half in tl.static_range(halves):
             of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
             prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
@@ -260,7 +260,7 @@ def sum_partials_kernel(
 
 
 class Given(NamedTuple):
-    """Operands as the kernel takes them. width: of a step in the memory of both."""
+    """Operands as the kernel takes them. width: columns of a step, of both."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -271,7 +271,7 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8 | FourBit, design: SmallM, *, gated: bool) -> Given:
         if isinstance(weight, FourBit):
-            return cls(x, weight.data, None, grid_of(weight), HALF.value)
+            return cls(x, words_of(weight), None, grid_of(weight), design.block_k)
         if isinstance(weight, Fp8):
             scales = scales_of_gemm(x.scales, weight, design.block_n, gated)
             return cls(x.data, weight.data, scales, None, min(design.block_k, COLUMNS.value))
@@ -292,7 +292,7 @@ def run(
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
     If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too; with a ``FourBit``
-    weight block_k is 128.
+    weight block_k is 128 or 256.
     activation: of the gate; None: not gated. dtype: that of a new ``out``, x's by default. format: gated results are put in fp8
     so, where the design ``writes`` that.
     """
@@ -339,7 +339,7 @@ def _launch(
     launch(
         cdiv(M, design.block_m) * cdiv(N, design.block_n) * partials,
         descriptor_or_self(x, design.block_m, width, True),
-        descriptor_or_self(weight, design.block_n, width, True),
+        descriptor_or_self(weight, design.block_n, width // (1 if grid is None else OF_WORD.value), True),
         weight,
         out,
         M,

@@ -32,12 +32,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.four_bit import BLOCK, FourBit
-from weft.kernels.four_bit_tile import HALF, Grid, dequantized, grid_of
+from weft.kernels.four_bit_tile import OF_WORD, Grid, dequantized, grid_of, words_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, rows_argument, spread
 from weft.kernels.fp8_tile import Fp8Scales, scales_of_gemm
 from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
-from weft.ops.knobs import design_type, flipped, halved, knob, powers, stepped
+from weft.ops.knobs import design_type, either, flipped, halved, knob, one_of, powers, stepped
 from weft.ops.local import capabilities_of
 from weft.ops.moe.grouped.kernel import Arriving, Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.routing import ClampedSwiGLU, Schedule
@@ -73,15 +73,15 @@ class GroupedTiles:
 
 @design_type
 class FourBitTiles:
-    """``GroupedTiles`` of a weight that is read in 4 bits: steps of 128 columns, transposed."""
+    """``GroupedTiles`` of a weight that is read in 4 bits: steps of 128 or 256 columns, transposed."""
 
     block_n: int = knob(64, powers(16), halved(32, 256))
+    block_k: int = knob(BLOCK, one_of(BLOCK, 2 * BLOCK), either(BLOCK, 2 * BLOCK))
     per_sm: int = knob(3, near=stepped())
     columns: int = knob(1024, near=halved(128))
     num_warps: int = knob(4, near=halved(4, 8))
     num_stages: int = knob(4, near=stepped(2))
 
-    block_k: ClassVar[int] = BLOCK
     transposed: ClassVar[bool] = True
 
 
@@ -269,7 +269,7 @@ def operands_of(design: Tiles, given: GroupedArguments, gated: bool) -> Operands
     if not can_describe_experts(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
     if isinstance(matrix, FourBit):
-        return Operands(x, weight, four_bit=grid_of(matrix))
+        return Operands(x, words_of(matrix._replace(data=weight)), four_bit=grid_of(matrix))
     if isinstance(matrix, Fp8):
         return Operands(x, weight, fp8=scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated))
     return Operands(x, weight, None if scales is None else scales.contiguous())
@@ -390,15 +390,14 @@ def fitted(design: Tiles, weight: torch.Tensor | Fp8 | FourBit, scales: torch.Te
 
 def rows_descriptor(design: Tiles, x: torch.Tensor, form: Form) -> TensorDescriptor | torch.Tensor:
     """Descriptor of rows ``x`` as the kernel takes it; ``x`` unless ``form.described``."""
-    loaded = HALF.value if isinstance(design, FourBitTiles) else design.block_k
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [form.block, loaded]) if form.described else x
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [form.block, design.block_k]) if form.described else x
 
 
 def weight_descriptor(design: Tiles, weight: torch.Tensor, form: Form) -> TensorDescriptor:
-    """Descriptor of ``weight`` [experts, rows, columns], or bytes of 4 bits, as the kernel takes it."""
+    """Descriptor of ``weight`` [experts, rows, columns], or words of 4 bits, as the kernel takes it."""
     experts, rows, columns = weight.shape
     apart, block_n = weight.stride(0) if experts > 1 else rows * columns, design.block_n
-    block_k = HALF.value if isinstance(design, FourBitTiles) else design.block_k
+    block_k = design.block_k // (OF_WORD.value if isinstance(design, FourBitTiles) else 1)
     if form.gated:
         N, both = rows // 2, 1 if form.apart else 2
         return TensorDescriptor(

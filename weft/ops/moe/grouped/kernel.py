@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.four_bit_tile import HALF, four_bit_dot, scales_of_step
+from weft.kernels.four_bit_tile import OF_WORD, weight_of
 from weft.kernels.fp8 import COLUMNS, store_rows
 from weft.kernels.fp8_tile import fp8_dot, row_scales, scaled, weight_scales
 from weft.kernels.gemm_tile import halves
@@ -188,8 +188,8 @@ def grouped_matmul_kernel(
               out is pair p's. A descriptor if FORM.described
     scales    [T, ceil(K / 128)] of fp8 rows of x, gathered, beside a weight of 16 bits; or None
     fp8       ``Fp8Scales`` of x and the weight, both in e4m3; or None
-    four_bit  ``Grid`` of all experts' scales, of a weight in 4 bits: descriptors of x and of its bytes then have HALF columns,
-              of which a step takes two of x and one of bytes, and products are TRANSPOSED; or None
+    four_bit  ``Grid`` of all experts' scales, of a weight in 4 bits: the weight's descriptor has its int16 words, a quarter of a
+              step's columns, and products are TRANSPOSED; or None
     arriving  ``Arriving`` of gathered rows of x, with their channel ``landed``, and each expert's pairs in the order of ranks
               me, me + 1, … (mod W); or None, where landed is None too
     team      of arriving rows, or in a trace (``traced_view``); else None
@@ -212,14 +212,14 @@ def grouped_matmul_kernel(
     ROWS: tl.constexpr = BLOCK_N // 2 if FORM.apart else BLOCK_N
     # Rows of an expert's weight for a column of N, and columns that a column of its tile holds.
     OF_N: tl.constexpr = 2 if FORM.gated else 1
-    PACKED: tl.constexpr = 1 if four_bit is None else 2
+    PACKED: tl.constexpr = 1 if four_bit is None else OF_WORD
     # Each step along K has scales.
     BY_STEP: tl.constexpr = False if fp8 is None else fp8.columns > 0
     if FORM.fixed:
         shape_free_dots()
     wl.follow_previous_kernel()
     tile_rows, tile_columns = tl.load(schedule.tile_count), tl.cdiv(N, WIDTH)
-    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K // PACKED)
+    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     # A flattened loop loads rows of a tile before it has waited for them. Of few pairs the second fp8 GEMM alone gains by it:
     # Triton flattens no loop beside another one (``in_one_layout``, of results in fp8).
     SECOND_FP8: tl.constexpr = fp8 is not None and not FORM.gated and BLOCK_N >= 128
@@ -272,10 +272,6 @@ def grouped_matmul_kernel(
         if four_bit is not None:
             scale_row = expert * N * OF_N + column + tl.arange(0, ROWS)
             scale_end = (expert * OF_N + 1) * N
-            values = scales_of_step(four_bit, scale_row, scale_end, begin_k, K)
-            of_up = values
-            if FORM.gated:
-                of_up = scales_of_step(four_bit, scale_row + N, scale_end + N, begin_k, K)
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, begin_k, FORM, ROWS)
@@ -294,15 +290,10 @@ def grouped_matmul_kernel(
                     up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
             elif four_bit is not None:
-                high = x_tile(x, rows, row, deep, k + HALF, K, FORM)
-                next_values = scales_of_step(four_bit, scale_row, scale_end, k + BLOCK_K, K)
-                acc = four_bit_dot(a, high, b, four_bit, values, scale_row, scale_end, k, K, acc, TRANSPOSED)
-                values = next_values
+                acc = tl.dot(weight_of(b, four_bit, scale_row, scale_end, k, K, a.dtype), a.T, acc)
                 if FORM.gated:
                     b = weight_tile(weight, expert, 1, column, k // PACKED, FORM, ROWS)
-                    next_values = scales_of_step(four_bit, scale_row + N, scale_end + N, k + BLOCK_K, K)
-                    up = four_bit_dot(a, high, b, four_bit, of_up, scale_row + N, scale_end + N, k, K, up, TRANSPOSED)
-                    of_up = next_values
+                    up = tl.dot(weight_of(b, four_bit, scale_row + N, scale_end + N, k, K, a.dtype), a.T, up)
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
                 if FORM.gated:

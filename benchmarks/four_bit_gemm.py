@@ -22,7 +22,7 @@ import torch
 import weft
 from benchmarks.measuring import Rows, compile_all, timed
 from weft import ops
-from weft.kernels.four_bit import FourBit, int4, mxfp4
+from weft.kernels.four_bit import FourBit, in_words, int4, mxfp4
 from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.four_bit_operands import by_design
@@ -52,15 +52,15 @@ def designs(M: int, N: int, K: int) -> Iterator[SmallM]:
     call = GemmCall(M, N, K, torch.bfloat16, four_bit="mxfp4", design="small_m")
     base = MATMUL.plan(call, machine(caps, 1)).design
     yield base
-    for block_n, block_k, warps, stages in (
-        (64, 128, 4, 4), (64, 256, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (128, 128, 8, 4),
-        (128, 256, 8, 3),
+    for block_n, block_k, warps, stages, transposed in (
+        (64, 128, 4, 4, False), (64, 256, 4, 3, False), (64, 256, 2, 3, False), (128, 256, 4, 3, False),
+        (128, 128, 4, 4, False), (128, 256, 8, 3, False), (64, 256, 4, 3, True), (128, 256, 8, 3, True),
     ):  # fmt: skip
         tiles = cdiv(N, block_n) * cdiv(M, base.block_m)
         for programs in (2, 4):
             partials = max(1, min(programs * caps.sms // tiles, cdiv(K, 128) // 8, 16))
             fields = {"block_n": block_n, "block_k": block_k, "num_warps": warps, "num_stages": stages}
-            yield replace(base, **fields, partials=partials)
+            yield replace(base, **fields, transposed=transposed, partials=partials)
 
 
 def compile_one(job: tuple[SmallM, int]) -> None:
@@ -119,13 +119,16 @@ def expert_tiles(gated: bool) -> Iterator[FourBitTiles]:
     """The default tiles first, then tiles with one or two of their fields moved."""
     base = four_bit_tiles_for(capabilities_of(torch.device("cuda", 0)), gated=gated)
     yield base
-    halves = 2 if gated else 1
     for block_n, block_k, warps, per_sm, stages in (
-        (64, 128, 4, 3, 4), (64, 128, 4, 4, 3), (64, 256, 4, 2, 3), (64, 256, 4, 3, 3), (64, 256, 4, 3, 2), (64, 256, 4, 4, 2),
-        (128, 128, 4, 2, 3), (128, 256, 4, 2, 3), (128, 256, 4, 2, 2), (128, 256, 8, 2, 3), (128, 128, 8, 2, 4),
+        (32, 128, 2, 6, 3), (32, 256, 2, 4, 3), (32, 256, 2, 6, 2), (64, 128, 4, 4, 3), (64, 256, 4, 3, 3), (64, 256, 4, 4, 2),
+        (64, 256, 2, 4, 2), (64, 256, 2, 6, 2), (128, 256, 4, 2, 3), (128, 256, 4, 3, 2), (128, 128, 4, 3, 3),
     ):  # fmt: skip
-        fields = {"block_n": block_n * halves, "block_k": block_k, "num_warps": warps}
-        yield replace(base, **fields, per_sm=per_sm, num_stages=stages)
+        # Gate's and up's rows together.
+        for wide in range(2 if gated else 1):
+            fields = {"block_n": block_n << wide, "block_k": block_k, "num_warps": warps << wide}
+            yield replace(base, **fields, per_sm=per_sm >> wide, num_stages=stages)
+    halves = 2 if gated else 1
+    yield replace(base, block_n=64 * halves, block_k=256, transposed=True, per_sm=3, num_stages=3)
 
 
 def compile_experts(job: tuple[FourBitTiles, bool, int]) -> None:
@@ -157,7 +160,8 @@ def experts(deadline: float) -> Iterator[dict[str, Any]]:
                 mxfp4(torch.randn(of.E // 8, rows, columns, device="cuda", generator=generator) * columns**-0.5)
                 for _ in range(8)
             ]
-            weights.append(FourBit(*(torch.cat([one[at] for one in several]) for at in range(2)), columns))
+            data, scales = (torch.cat([one[at] for one in several]) for at in range(2))
+            weights.append(FourBit(data, in_words(scales), columns))
             wide.append(torch.cat([one.dequantized(torch.bfloat16) for one in several]))
         for T in TOKENS:
             if time.monotonic() > deadline:

@@ -64,24 +64,23 @@ def grid_of(weight: FourBit) -> Grid:
 
 
 @triton.jit
-def of_quarter(source, grid, rows, limit, k, K):
+def of_quarter(source, grid, rows, k, K):
     """Values of ``source`` for columns k .. k + QUARTER - 1, [rows, QUARTER], or [rows, 1] if they are equal.
 
-    0 from row ``limit`` and column K on.
+    0 from column K on.
     """
     ROWS: tl.constexpr = rows.shape[0]
     of_rows = source + rows.to(tl.int64) * grid.row
     if grid.columns == 0:
-        return tl.load(of_rows, mask=rows < limit, other=0)[:, None]
+        return tl.load(of_rows)[:, None]
     elif grid.columns >= QUARTER:
         # By groups, not by k: quarters of one group have one address and one mask.
         group = k // grid.columns
-        return tl.load(of_rows + group, mask=(rows < limit) & (group * grid.columns < K), other=0)[:, None]
+        return tl.load(of_rows + group, mask=group * grid.columns < K, other=0)[:, None]
     else:
-        at, inside = of_rows[:, None], (rows < limit)[:, None]
         GROUPS: tl.constexpr = QUARTER // grid.columns
         group = k // grid.columns + tl.arange(0, GROUPS)[None, :]
-        values = tl.load(at + group, mask=inside & (group * grid.columns < K), other=0)
+        values = tl.load(of_rows[:, None] + group, mask=group * grid.columns < K, other=0)
         return tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, grid.columns)).reshape(ROWS, QUARTER)
 
 
@@ -112,18 +111,18 @@ def scaled_e2m1(words, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, limit, k, K, dtype: tl.constexpr):
+def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl.constexpr):
     """The weight [rows, QUARTER] of columns k + PLACE * QUARTER on, of a block's ``words`` [rows, QUARTER]."""
     k += PLACE * QUARTER
     if grid.in_words:
         return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, dtype)
-    scales = of_quarter(grid.scales, grid, rows, limit, k, K)
+    scales = of_quarter(grid.scales, grid, rows, k, K)
     if grid.scales.dtype.element_ty == tl.uint8:
         return scaled_e2m1(words, scales, PLACE, dtype)
     # 2**23 + number, whose lowest bits are the number's.
     large = ((words.to(tl.int32) >> (4 * PLACE) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
     if grid.has_zeros:
-        zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, limit, k, K).to(tl.float32)
+        zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, k, K).to(tl.float32)
     else:
         zero = 8388608.0 + MIDDLE
     return ((large - zero) * scales).to(dtype)
@@ -136,18 +135,20 @@ def side_by_side(left, right):
 
 
 @triton.jit
-def block_of(words, scales, grid, rows, limit, k, K, dtype: tl.constexpr):
+def block_of(words, scales, grid, rows, k, K, dtype: tl.constexpr):
     """The weight [rows, COLUMNS] of a block from column k on, of its ``words``, and its ``scales`` if they are in words."""
-    first = quarter_of(words, scales, 0, grid, rows, limit, k, K, dtype)
-    second = quarter_of(words, scales, 1, grid, rows, limit, k, K, dtype)
-    third = quarter_of(words, scales, 2, grid, rows, limit, k, K, dtype)
-    fourth = quarter_of(words, scales, 3, grid, rows, limit, k, K, dtype)
+    first = quarter_of(words, scales, 0, grid, rows, k, K, dtype)
+    second = quarter_of(words, scales, 1, grid, rows, k, K, dtype)
+    third = quarter_of(words, scales, 2, grid, rows, k, K, dtype)
+    fourth = quarter_of(words, scales, 3, grid, rows, k, K, dtype)
     return side_by_side(side_by_side(first, second), side_by_side(third, fourth))
 
 
 @triton.jit
-def weight_of(words, grid, rows, limit, k, K, dtype: tl.constexpr):
+def weight_of(words, grid, rows, k, K, dtype: tl.constexpr):
     """The weight [rows, COLUMNS or 2 COLUMNS] from column k on, of ``words``, a quarter as wide.
+
+    rows  numbers of its rows, which the weight has: of a ragged tile the last one again
 
     Scales in words are loaded with copies that run ahead as those of ``words`` do, if at least as many as threads.
     """
@@ -155,8 +156,8 @@ def weight_of(words, grid, rows, limit, k, K, dtype: tl.constexpr):
         scales = rows
         if grid.in_words:
             at = grid.scales + rows.to(tl.int64) * grid.row + k // COLUMNS
-            scales = tl.load(at, mask=(rows < limit) & (k < K), other=0)
-        return block_of(words, scales, grid, rows, limit, k, K, dtype)
+            scales = tl.load(at, mask=k < K, other=0)
+        return block_of(words, scales, grid, rows, k, K, dtype)
     else:
         tl.static_assert(words.shape[1] == 2 * QUARTER, "a step along K has one block or two")
         left, right = tl.split(words.reshape(words.shape[0], 2, QUARTER).permute(0, 2, 1))
@@ -164,11 +165,11 @@ def weight_of(words, grid, rows, limit, k, K, dtype: tl.constexpr):
         if grid.in_words:
             block = k // COLUMNS + tl.arange(0, 2)[None, :]
             at = grid.scales + rows.to(tl.int64)[:, None] * grid.row + block
-            both = tl.load(at, mask=(rows < limit)[:, None] & (block * COLUMNS < K), other=0)
+            both = tl.load(at, mask=block * COLUMNS < K, other=0)
             of_left, of_right = tl.split(both)
         return side_by_side(
-            block_of(left, of_left, grid, rows, limit, k, K, dtype),
-            block_of(right, of_right, grid, rows, limit, k + COLUMNS, K, dtype),
+            block_of(left, of_left, grid, rows, k, K, dtype),
+            block_of(right, of_right, grid, rows, k + COLUMNS, K, dtype),
         )
 
 
@@ -185,18 +186,18 @@ def four_bit_tile(
     BLOCK_N: tl.constexpr = block.m if TRANSPOSED else block.n
     acc = tl.zeros((block.m, block.n), dtype=tl.float32)
     up = acc
-    n = column + tl.arange(0, BLOCK_N)
+    n = tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
     for k in range(first * block.k, last * block.k, block.k):
         words = weight.load([column, k // OF_WORD])
         a = x.load([row, k])
-        b = weight_of(words, grid, n, N, k, K, a.dtype)
+        b = weight_of(words, grid, n, k, K, a.dtype)
         if TRANSPOSED:
             acc = tl.dot(b, a.T, acc)
         else:
             acc = tl.dot(a, b.T, acc)
         if GATED:
             words = weight.load([N + column, k // OF_WORD])
-            b = weight_of(words, grid, N + n, 2 * N, k, K, a.dtype)
+            b = weight_of(words, grid, N + n, k, K, a.dtype)
             if TRANSPOSED:
                 up = tl.dot(b, a.T, up)
             else:
@@ -211,7 +212,8 @@ def dequantize_kernel(words, grid, out, N, K, BLOCK_ROWS: tl.constexpr):
     k = tl.program_id(1) * COLUMNS
     row, inside = rows.to(tl.int64)[:, None], (rows < N)[:, None]
     at = row * (tl.cdiv(K, COLUMNS) * QUARTER) + k // OF_WORD + tl.arange(0, QUARTER)[None, :]
-    block = weight_of(tl.load(words + at, mask=inside, other=0), grid, rows, N, k, K, out.dtype.element_ty)
+    of_words = tl.load(words + at, mask=inside, other=0)
+    block = weight_of(of_words, grid, tl.minimum(rows, N - 1), k, K, out.dtype.element_ty)
     column = k + tl.arange(0, COLUMNS)[None, :]
     wl.follow_previous_kernel()  # the buffer of the result may be one that it reads
     tl.store(out + row * K + column, block, mask=inside & (column < K))

@@ -98,8 +98,8 @@ def test_the_plan_says_which_tiles_read_4_bits():
 
 MUTANTS = {
     "the scales of the first expert": (kernel, "scale_row = expert * N * OF_N", "scale_row = 0 * N"),
-    "the scales of gate for up": (kernel, "scale_row + N, scale_end + N", "scale_row, scale_end"),
-    "gate twice": (kernel, "expert, 1, column, k // PACKED", "expert, 0, column, k // PACKED"),
+    "the scales of gate for up": (kernel, "row_of_tile // WIDTH * N", "0"),
+    "up before gate": (kernel, "gate, up = halves(acc)", "up, gate = halves(acc)"),
     "quarters swapped": (four_bit_tile, "first = quarter_of(words, scales, 0,", "first = quarter_of(words, scales, 1,"),
     "scales of the first step": (four_bit_tile, "grid.row + k // COLUMNS", "grid.row + 0 * k"),
 }  # fmt: skip

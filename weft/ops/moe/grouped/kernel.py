@@ -28,8 +28,8 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
-    apart    gate and up are two products: of fp8 or 4-bit operands, and in tiles of few pairs, where the weight is the first
-             operand, which would pass through registers if one box brought both
+    apart    gate and up are two products: of fp8 operands, and in tiles of few pairs where the weight is the first operand,
+             which would pass through registers if one box brought both
     in_place this rank's rows are not in x but in ``Arriving.own``
     alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     fixed    a row's bits do not depend on the tile (``FixedTiles``)
@@ -188,8 +188,7 @@ def grouped_matmul_kernel(
               out is pair p's. A descriptor if FORM.described
     scales    [T, ceil(K / 128)] of fp8 rows of x, gathered, beside a weight of 16 bits; or None
     fp8       ``Fp8Scales`` of x and the weight, both in e4m3; or None
-    four_bit  ``Grid`` of all experts' scales, of a weight in 4 bits: the weight's descriptor has its int16 words, a quarter of a
-              step's columns, and products are TRANSPOSED; or None
+    four_bit  ``Grid`` of all experts' scales, of a weight in 4 bits, whose int16 words the weight's descriptor has; or None
     arriving  ``Arriving`` of gathered rows of x, with their channel ``landed``, and each expert's pairs in the order of ranks
               me, me + 1, … (mod W); or None, where landed is None too
     team      of arriving rows, or in a trace (``traced_view``); else None
@@ -270,8 +269,10 @@ def grouped_matmul_kernel(
             acc = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
         up = acc
         if four_bit is not None:
-            scale_row = expert * N * OF_N + column + tl.arange(0, ROWS)
-            scale_end = (expert * OF_N + 1) * N
+            # Of a ragged tile the last row again; gate's rows, then up's, unless they are two products.
+            row_of_tile = tl.arange(0, ROWS)
+            of_half = tl.minimum(column + row_of_tile % WIDTH, N - 1)
+            scale_row = expert * N * OF_N + row_of_tile // WIDTH * N + of_half
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, begin_k, FORM, ROWS)
@@ -280,6 +281,8 @@ def grouped_matmul_kernel(
             if scales is not None:
                 a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
             b = weight_tile(weight, expert, 0, column, k // PACKED, FORM, ROWS)
+            if four_bit is not None:
+                b = weight_of(b, four_bit, scale_row, k, K, a.dtype)
             if BY_STEP:
                 next_rows, next_weight, next_up = scales_at(
                     fp8, source, expert, column, N, tl.minimum(k + BLOCK_K, K - 1), FORM, ROWS
@@ -289,11 +292,6 @@ def grouped_matmul_kernel(
                     b = weight_tile(weight, expert, 1, column, k, FORM, ROWS)
                     up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
-            elif four_bit is not None:
-                acc = tl.dot(weight_of(b, four_bit, scale_row, scale_end, k, K, a.dtype), a.T, acc)
-                if FORM.gated:
-                    b = weight_tile(weight, expert, 1, column, k // PACKED, FORM, ROWS)
-                    up = tl.dot(weight_of(b, four_bit, scale_row + N, scale_end + N, k, K, a.dtype), a.T, up)
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
                 if FORM.gated:
@@ -301,7 +299,10 @@ def grouped_matmul_kernel(
             elif TRANSPOSED:
                 acc = tl.dot(b, a.T, acc, input_precision="ieee")
                 if FORM.gated:
-                    up = tl.dot(weight_tile(weight, expert, 1, column, k, FORM, ROWS), a.T, up, input_precision="ieee")
+                    b = weight_tile(weight, expert, 1, column, k // PACKED, FORM, ROWS)
+                    if four_bit is not None:
+                        b = weight_of(b, four_bit, scale_row + N, k, K, a.dtype)
+                    up = tl.dot(b, a.T, up, input_precision="ieee")
             else:
                 acc = tl.dot(a, b.T, acc, input_precision="ieee")
         if fp8 is not None and not BY_STEP:

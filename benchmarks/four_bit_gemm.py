@@ -31,7 +31,7 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.moe.grouped import gemms
-from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedArguments
+from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedArguments, GroupedCall
 from weft.ops.moe.grouped.rule import four_bit_tiles_for
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
 from weft.ops.moe.routing import Schedule
@@ -112,33 +112,37 @@ class Mixture(NamedTuple):
 
 
 MIXTURES = {"qwen3-30b-a3b": Mixture(64, 128, 8, 768, 2048), "gpt-oss-120b": Mixture(128, 128, 4, 2880, 2880)}
-TOKENS, SWEPT_TOKENS = (1, 8, 32, 128), (1, 32)
+TOKENS, SWEPT_TOKENS, SWEPT_TILES = (1, 8, 32, 128), (1, 32), 13
 
 
-def expert_tiles(gated: bool) -> Iterator[FourBitTiles]:
+def expert_tiles(call: GroupedCall, gated: bool) -> Iterator[FourBitTiles]:
     """The default tiles first, then tiles with one or two of their fields moved."""
-    base = four_bit_tiles_for(capabilities_of(torch.device("cuda", 0)), gated=gated)
-    yield base
-    for block_n, block_k, warps, per_sm, stages in (
-        (32, 128, 2, 6, 3), (32, 256, 2, 4, 3), (32, 256, 2, 6, 2), (64, 128, 4, 4, 3), (64, 256, 4, 3, 3), (64, 256, 4, 4, 2),
-        (64, 256, 2, 4, 2), (64, 256, 2, 6, 2), (128, 256, 4, 2, 3), (128, 256, 4, 3, 2), (128, 128, 4, 3, 3),
-    ):  # fmt: skip
-        # Gate's and up's rows together.
-        for wide in range(2 if gated else 1):
-            fields = {"block_n": block_n << wide, "block_k": block_k, "num_warps": warps << wide}
-            yield replace(base, **fields, per_sm=per_sm >> wide, num_stages=stages)
+    yield four_bit_tiles_for(call, capabilities_of(torch.device("cuda", 0)), gated=gated)
     halves = 2 if gated else 1
-    yield replace(base, block_n=64 * halves, block_k=256, transposed=True, per_sm=3, num_stages=3)
+    for block_n, block_k, transposed, warps, per_sm, stages in (
+        (64, 128, True, 4, 3, 4), (64, 256, True, 4, 3, 3), (64, 256, True, 4, 4, 2), (128, 128, True, 4, 2, 4),
+        (128, 256, True, 4, 2, 3), (128, 256, True, 4, 2, 2), (128, 256, True, 8, 2, 3), (128, 128, True, 4, 3, 3),
+        (32, 256, False, 2, 6, 2), (32, 256, False, 4, 3, 3), (64, 256, False, 2, 6, 2), (64, 128, False, 4, 3, 3),
+    ):  # fmt: skip
+        fields = {
+            "block_k": block_k,
+            "transposed": transposed,
+            "num_warps": warps,
+            "per_sm": per_sm,
+            "num_stages": stages,
+        }
+        yield FourBitTiles(block_n=block_n * halves, **fields)
 
 
-def compile_experts(job: tuple[FourBitTiles, bool, int]) -> None:
-    """Compile tiles for the experts of gpt-oss-120b by running them for two small experts."""
-    tiles, gated, T = job
-    small = MIXTURES["gpt-oss-120b"]._replace(E=8, total=8)
-    weight = mxfp4(torch.randn(small.E, (2 if gated else 1) * small.N, small.K, device="cuda"))
-    given = expert_arguments(small, weight, T, gated)
-    # Tiles of pairs as all experts have them.
-    gemms.run(tiles, given, gated=gated)
+def compile_experts(job: tuple[str, bool, int, int]) -> None:
+    """Compile the tiles of a number for a mixture and some tokens, by running them once."""
+    name, gated, T, number = job
+    of = MIXTURES[name]
+    rows, K = (2 * of.N, of.K) if gated else (of.K, of.N)
+    data = torch.randint(0, 256, (of.E, rows, 64 * cdiv(K, 128)), dtype=torch.uint8, device="cuda")
+    scales = torch.full((of.E, rows, cdiv(K, 32)), 120, dtype=torch.uint8, device="cuda")
+    given = expert_arguments(of, FourBit(data, in_words(scales), K), T, gated)
+    gemms.run([*expert_tiles(given.call(gated), gated)][number], given, gated=gated)
 
 
 def expert_arguments(of: Mixture, weight: Any, T: int, gated: bool) -> GroupedArguments:
@@ -184,7 +188,7 @@ def times_of_experts(
         return gemms.run(tiles, GroupedArguments.of(given.x, weight, given.schedule, gated), gated=gated)[:pairs]
 
     yield {"provider": "bf16", **timed(partial(call, tiles=design), weights["bf16"], reference)}
-    for number, tiles in enumerate(expert_tiles(gated)):
+    for number, tiles in enumerate(expert_tiles(given.call(gated), gated)):
         if number == 0 or sweep:
             swept = {"design": asdict(tiles)} if number else {}
             yield {"provider": "mxfp4", **timed(partial(call, tiles=tiles), weights["mxfp4"], reference), **swept}
@@ -221,7 +225,11 @@ def main() -> None:
     }  # fmt: skip
     results = Rows(options.out, compiled=len(jobs))
     results.document["errors"] = compile_all(compile_one, jobs)[:8]
-    of_experts = [(tiles, gated, T) for gated in (True, False) for tiles in expert_tiles(gated) for T in (1, 128)]
+    of_experts = [
+        (name, gated, T, number)
+        for name, gated, T in itertools.product(MIXTURES, (True, False), TOKENS)
+        for number in range(SWEPT_TILES if name == "gpt-oss-120b" and T in SWEPT_TOKENS else 1)
+    ]
     results.document["errors"] += compile_all(compile_experts, of_experts)[:8]
     caps = capabilities_of(torch.device("cuda", 0))
     for N, K in SHAPES:

@@ -16,7 +16,7 @@ from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.four_bit_tile import Grid
 from weft.ops.case import BF16
 from weft.ops.moe.grouped import gemms, kernel
-from weft.ops.moe.grouped.gemms import weight_descriptor
+from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped.kernel import Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import four_bit_tiles_for
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
@@ -98,10 +98,10 @@ def test_the_plan_says_which_tiles_read_4_bits():
 
 MUTANTS = {
     "the scales of the first expert": (kernel, "scale_row = expert * N * OF_N", "scale_row = 0 * N"),
-    "the scales of gate for up": (kernel, "row_of_tile // WIDTH * N", "0"),
-    "up before gate": (kernel, "gate, up = halves(acc)", "up, gate = halves(acc)"),
+    "the scales of gate for up": (kernel, "four_bit, scale_row + N, k, K", "four_bit, scale_row, k, K"),
+    "gate twice": (kernel, "expert, 1, column, k // PACKED", "expert, 0, column, k // PACKED"),
     "quarters swapped": (four_bit_tile, "first = quarter_of(words, scales, 0,", "first = quarter_of(words, scales, 1,"),
-    "scales of the first step": (four_bit_tile, "grid.row + k // COLUMNS", "grid.row + 0 * k"),
+    "scales of the first step": (four_bit_tile, "block = k // COLUMNS + tl.arange", "block = 0 * k + tl.arange"),
 }  # fmt: skip
 
 
@@ -142,20 +142,21 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.parametrize(("columns", "block"), [(32, 16), (128, 32)])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(arch, columns, block, gated, tmp_path):
-    x, data, scales = (
+    x, words, scales = (
         torch.zeros((64, 2048), dtype=BF16),
-        torch.zeros((8, 1536, 1024), dtype=torch.uint8),
+        torch.zeros((8, 1536, 512), dtype=torch.int16),
         torch.zeros(64),
     )
-    integers, design = torch.zeros(64, dtype=torch.int32), four_bit_tiles_for(caps_of(arch), gated=gated)
+    call, caps = GroupedCall(block, 8 * block, 768, 2048, BF16, True, four_bit=True), caps_of(arch)
+    integers, design = torch.zeros(64, dtype=torch.int32), four_bit_tiles_for(call, caps, gated=gated)
     schedule, form = Schedule(*[integers] * 4, 8, block), Form(gated, 8, block, True, False, False, gated)
     mxfp4 = columns == 32
-    grid = Grid(data if mxfp4 else scales, data, 2048 // columns, tl.constexpr(columns), tl.constexpr(not mxfp4))
-    described, caps = weight_descriptor(design, data, form), caps_of(arch)
+    of_form = map(tl.constexpr, (columns, not mxfp4, mxfp4))
+    grid = Grid(integers if mxfp4 else scales, words, 2048 // (128 if mxfp4 else columns), *of_form)
     built = compiled(
-        grouped_matmul_kernel, x, None, None, grid, None, described, None, x, None, schedule, 768, 2048, 16, None, None, 0,
-        arch=arch, FORM=form, BLOCK_N=design.block_n, BLOCK_K=design.block_k, TRANSPOSED=True, num_warps=design.num_warps,
-        num_stages=design.num_stages, **launch_options(caps),
+        grouped_matmul_kernel, x, None, None, grid, None, weight_descriptor(design, words, form), None, x, None, schedule, 768,
+        2048, 16, None, None, 0, arch=arch, FORM=form, BLOCK_N=design.block_n, BLOCK_K=design.block_k, TRANSPOSED=True,
+        num_warps=design.num_warps, num_stages=design.num_stages, **launch_options(caps),
     )  # fmt: skip
     check_compiles(built, arch)
     assert built.metadata.shared <= SHARED[arch]

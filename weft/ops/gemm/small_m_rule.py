@@ -205,8 +205,7 @@ def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int) -
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
     """``default_small_m`` with a 4-bit weight. Tiles of other sizes took as long on one H200.
 
-    Tensor instructions take numbers of the weight from the registers where they are made: up to 32 rows those of a warp; of
-    more rows, transposed, wgmma as its first operand, where ptxas lets none start before the previous one has ended.
+    Transposed: tensor instructions take their first operand from registers, where its numbers are made.
     """
     block_m = max(16, min(128, next_power_of_2(call.M)))
     block_n = _columns_of(call, block_m, gated)
@@ -216,9 +215,9 @@ def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM
     return SmallM(
         block_m=block_m,
         block_n=block_n,
-        block_k=128,
-        transposed=block_m > 32,
-        num_stages=4,
+        block_k=256 if block_m <= 32 else 128,
+        transposed=True,
+        num_stages=3 if block_m <= 32 else 4,
         partials=max(1, min(programs // tiles, steps // LEAST_STEPS, most)),
     )
 

@@ -116,7 +116,7 @@ class GroupedOp(MoeOp):
 
     def default(self, name: str, call: GroupedCall, machine: Machine) -> Tiles:
         if name == "four_bit":
-            return four_bit_tiles_for(machine.caps, gated=self.gated)
+            return four_bit_tiles_for(call, machine.caps, gated=self.gated)
         if call.four_bit:  # the GEMM of the converted weight
             return self.plan(call._replace(four_bit=False), machine).design
         return grouped_tiles_for(call, machine.caps, gated=self.gated)

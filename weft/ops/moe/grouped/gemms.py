@@ -76,12 +76,12 @@ class FourBitTiles:
     """``GroupedTiles`` of a weight that is read in 4 bits, in steps of 128 or 256 columns."""
 
     block_n: int = knob(64, powers(16), halved(32, 256))
-    block_k: int = knob(BLOCK, one_of(BLOCK, 2 * BLOCK), either(BLOCK, 2 * BLOCK))
-    transposed: bool = knob(False, near=flipped)
+    block_k: int = knob(2 * BLOCK, one_of(BLOCK, 2 * BLOCK), either(BLOCK, 2 * BLOCK))
+    transposed: bool = knob(True, near=flipped)
     per_sm: int = knob(3, near=stepped())
     columns: int = knob(1024, near=halved(128))
     num_warps: int = knob(4, near=halved(2, 8))
-    num_stages: int = knob(4, near=stepped(2))
+    num_stages: int = knob(3, near=stepped(2))
 
 
 @design_type

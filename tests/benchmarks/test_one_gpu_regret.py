@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import latent_regret, one_gpu_regret
+from benchmarks import latent_regret, one_gpu_regret, searched_starts
 from benchmarks.locks import Budget, Room, claimed
 from weft.bench.names import REGRET
 from weft.bench.ops.shapes import op_of
@@ -104,3 +104,13 @@ def test_latents_have_thirty_listed_and_thirty_drawn_shapes_and_several_designs(
         designs = latent_regret.designs_of(shape, here)
         auto = latent_regret.MLA_DECODE_ATTENTION.plan(latent_regret.call_of(shape), here).design
         assert next(iter(designs)) == auto and len(designs) >= 5 and len(set(designs.values())) == len(designs)
+
+
+def test_starts_agree_if_each_knows_what_was_found_before():
+    agree, counts = searched_starts.agree, searched_starts.counts
+    lines = ["weft: rank 0: search: …", "qwen3-0.6b, world size 1: 40 calls: 9 known, 20 searched in 14 s; 11 are left"]
+    assert counts(lines) == (40, 9, 20) and counts(lines[:1]) is None
+    assert agree([(40, 9, 20), (40, 29, 11), (40, 40, 0)])
+    assert (
+        not agree([(40, 9, 20), (40, 9, 20)]) and not agree([(40, 9, 0), (40, 9, 0)]) and not agree([(40, 9, 20), None])
+    )

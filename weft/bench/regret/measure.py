@@ -260,7 +260,10 @@ def halves(
 
 
 def _half(bench: Bench, timed: Sequence[meters.Meter], seconds: float | None) -> int:
-    """Number of rounds of each half. Of LONG rounds in few ``seconds`` FEW_ROUNDS do: their times differ little."""
+    """Number of rounds of each half.
+
+    Of LONG rounds in few ``seconds`` FEW_ROUNDS are enough: their times differ little.
+    """
     if seconds is None:
         return max(ROUNDS, math.ceil(bench.rounds(timed) / 2))
     begin = time.perf_counter()

@@ -31,7 +31,10 @@ def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
 
 
 def four_bit_experts(weight: torch.Tensor, form: str | bool) -> FourBit:
-    """``weight`` [experts, N, K] in 4 bits, one expert after the other: all at once take 20 times its bytes."""
+    """``weight`` [experts, N, K] in 4 bits.
+
+    One expert after the other, since all at once take 20 times its bytes.
+    """
     made = [FOUR_BIT[form](one) for one in weight]
     data, scales, zeros = (
         None if parts[0] is None else torch.stack(parts)

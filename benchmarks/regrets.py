@@ -1,6 +1,6 @@
 """Regret of today's plans on committed rows of ``weft bench --regret``: the tables of docs/costs.md.
 
-    python -m benchmarks.regrets
+    python -m benchmarks.regrets            # prints the tables; --write puts them into the page
 
 A row has the times of all designs at one shape. The best design is the fastest one of the even rounds; its time and the one
 of today's plan are taken in the odd rounds. Rows that an earlier plan chose count too, with the design that today's plan takes.
@@ -9,18 +9,22 @@ benchmarks.costs fits costs to the rows of FILES, never to those of UNSEEN, whos
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks import latent_regret, pages
 from benchmarks.costs import machine_of
 from weft.bench.harness.workload import DTYPES
 from weft.bench.names import REGRET
 from weft.bench.ops.labels import label
-from weft.bench.ops.shapes import op_of
 from weft.bench.regret.file import read
 from weft.bench.regret.measure import Row, best_of
+from weft.ops.attention.mla_decode_attention import MLA_DECODE_ATTENTION
+from weft.ops.op import Op, find_op
+from weft.plan.planned import Machine
 
 LAB = Path(__file__).resolve().parent / "lab"
 FILES = (*sorted((LAB / "h200-regret").glob("*.json")), LAB / "h200-x4-regret-moe-rs.json")
@@ -47,15 +51,20 @@ def regrets(files: Sequence[Path]) -> Iterator[Regret]:
             row = kept.row
             if not row.us:
                 continue
-            alias, _, variant = row.op.partition("+")
-            op, here = op_of(alias), machine_of(kept.gpu, row.world_size)
-            case = op.case_of(row.shape, DTYPES[row.dtype], row.world_size, **({variant: True} if variant else {}))
-            chosen = label(op, op.plan(op.call_of_case(case, here), here).design)
+            op, here = find_op(row.op.partition("+")[0]), machine_of(kept.gpu, row.world_size)
+            chosen = label(op, op.plan(_call_of(op, row, here), here).design)
             if chosen not in row.us:
                 yield Regret(row, chosen, "", None)
                 continue
             best, chosen_us, best_us = best_of(row.us, chosen)
             yield Regret(row, chosen, best, chosen_us / best_us)
+
+
+def _call_of(op: Op, row: Row, here: Machine) -> Any:
+    if op is MLA_DECODE_ATTENTION:
+        return latent_regret.call_of(row.shape)
+    variants = dict.fromkeys(row.op.split("+")[1:], True)
+    return op.call_of_case(op.case_of(row.shape, DTYPES[row.dtype], row.world_size, **variants), here)
 
 
 def table(rows: list[Regret]) -> Iterator[str]:
@@ -99,10 +108,21 @@ def page() -> Iterator[str]:
     known = {(one.row.op, one.row.world_size) for one in (*every, *new)}
     yield ""
     for world_size in RANKS:
-        of_size = (op for op in REGRET if op_of(op.partition("+")[0]).collective == (world_size > 1))
+        every_op = (*REGRET, MLA_DECODE_ATTENTION.alias)
+        of_size = (op for op in every_op if find_op(op.partition("+")[0]).collective == (world_size > 1))
         if lost := [op for op in of_size if (op, world_size) not in known]:
             yield f"- No row at W={world_size}: {', '.join(lost)}."
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/costs.md")
+    made = "\n".join(page())
+    if parser.parse_args().write:
+        pages.write(pages.DOCS / "costs.md", {"regret": f"\n{made}\n\n"})
+    else:
+        print(made)
+
+
 if __name__ == "__main__":
-    print("\n".join(page()))
+    main()

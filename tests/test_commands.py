@@ -39,6 +39,7 @@ NOT_RUN = {
     r"python -m tests\.zoo\.table": "writes tables, which tests/zoo/test_zoo.py compares",
     # GPUs.
     r"python -m (benchmarks\.(engines run|lab\.\w+|serving|start_up|trace_cost)|tests\.gpu\.suite).*": "GPUs",
+    r"python -m benchmarks\.(one_gpu_regret|latent_regret|searched_starts) OUT\.json": "GPUs; test_one_gpu_regret.py",
     r"python -m benchmarks\.(delta_and_latents|doors\.\w+)(?<!thresholds).*": "GPUs; tests/benchmarks/test_doors.py",
     r"weft bench (--eager|--regret).*": "GPUs; tests/bench",
     r"weft bench .*--out benchmarks/results/.*": "GPUs, whose results it records",

@@ -42,7 +42,10 @@ OPS = {
 VARIED = (
     "moe-dispatch+fp8", "ag-moe+fp8", "ag-gemm+block_fp8", "ag-gemm+channel_fp8", "gemm-rs+block_fp8", "gemm-rs+channel_fp8",
     "gemm-ar+block_fp8", "gemm-ar+channel_fp8", "all-reduce+fp8_wire", "all-reduce-rms-norm+fp8_wire", "gemm-rs+fp8_wire",
-    "gemm-rs+block_fp8+fp8_wire", "gemm-ar+fp8_wire",
+    "gemm-rs+block_fp8+fp8_wire", "gemm-ar+fp8_wire", "gemm+block_fp8", "gemm+channel_fp8", "gemm+four_bit",
+    "gemm-silu+block_fp8", "gemm-silu+channel_fp8", "gemm-silu+four_bit", "grouped-gemm+block_fp8",
+    "grouped-gemm+channel_fp8", "grouped-gemm+four_bit", "grouped-gemm-silu+block_fp8", "grouped-gemm-silu+channel_fp8",
+    "grouped-gemm-silu+four_bit",
 )  # fmt: skip
 TRAIN = "train"
 # What `weft bench --eager` measures where no op is named, N and K of one of two ranks: eager calls from short to long.
@@ -60,7 +63,10 @@ REGRET = (
     "gathered-prefill-attention", "moe-dispatch+fp8", "ag-moe+fp8", "gemm-rs+block_fp8", "ag-gemm+block_fp8",
     "gemm-ar+block_fp8", "gemm-rs+channel_fp8", "ag-gemm+channel_fp8", "gemm-ar+channel_fp8", "reduce-scatter", "all-gather",
     "all-to-all", "sequence-to-heads", "heads-to-sequence", "all-reduce-rms-norm+fp8_wire", "all-reduce+fp8_wire",
-    "gemm-rs+block_fp8+fp8_wire", "gemm-rs+fp8_wire", "gemm-ar+fp8_wire",
+    "gemm-rs+block_fp8+fp8_wire", "gemm-rs+fp8_wire", "gemm-ar+fp8_wire", "gemm+block_fp8", "gemm-silu+block_fp8",
+    "gemm+four_bit", "gemm-silu+four_bit", "grouped-gemm+four_bit", "grouped-gemm-silu+four_bit", "grouped-gemm+block_fp8",
+    "grouped-gemm-silu+block_fp8", "gemm+channel_fp8", "gemm-silu+channel_fp8", "grouped-gemm+channel_fp8",
+    "grouped-gemm-silu+channel_fp8",
 )  # fmt: skip
 # What `weft bench` measures.
 MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)

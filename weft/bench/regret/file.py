@@ -38,12 +38,13 @@ def read(path: Path) -> list[Kept]:
         document = json.loads(text_of(path))
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"schema is not {SCHEMA}")
-        return [_kept(fields) for fields in document["rows"]]
+        return [kept_of(fields) for fields in document["rows"]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a file of weft bench --regret: {error}; name another") from error
 
 
-def _kept(fields: dict) -> Kept:
+def kept_of(fields: dict) -> Kept:
+    """Row of a line's fields."""
     known = {field.name for field in dataclasses.fields(Row)}
     values = {name: value for name, value in fields.items() if name in known}
     values["shape"] = tuple(values["shape"])
@@ -55,14 +56,17 @@ def _kept(fields: dict) -> Kept:
 
 def write(path: Path, kept: Iterable[Kept]) -> None:
     """Write the rows, a line for each, atomically."""
-    lines = []
-    for one in kept:
-        fields = {"gpu": one.gpu, "versions": one.versions, **dataclasses.asdict(one.row)}
-        fields["us"] = {name: [round(half, 3) for half in halves] for name, halves in one.row.us.items()}
-        for name in ("auto_us", "best_us"):
-            fields[name] = None if fields[name] is None else round(fields[name], 3)
-        lines.append(json.dumps(fields, ensure_ascii=False))
-    put(path, f'{{"schema": {SCHEMA}, "rows": [\n ' + ",\n ".join(lines) + "\n]}\n")
+    put(path, f'{{"schema": {SCHEMA}, "rows": [\n ' + ",\n ".join(map(line_of, kept)) + "\n]}\n")
+
+
+def line_of(kept: Kept) -> str:
+    """A row as JSON in one line, which ``kept_of`` reads."""
+    row = kept.row
+    fields = {"gpu": kept.gpu, "versions": kept.versions, **dataclasses.asdict(row)}
+    fields["us"] = {name: [round(half, 3) for half in halves] for name, halves in row.us.items()}
+    for name in ("auto_us", "best_us"):
+        fields[name] = None if fields[name] is None else round(fields[name], 3)
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from weft.ops.op import Op
     from weft.runtime.team.team import Team
 
-# Fewest rounds of each half.
+# Fewest rounds of each half; fewest of LONG ones, in seconds, and most of them, within few seconds.
 ROUNDS = 4
+FEW_ROUNDS, LONG, MOST_ROUNDS = 2, 0.04, 12
 Times = Mapping[str, tuple[float, float]]
 
 
@@ -162,6 +163,15 @@ def planned(
 
 def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
     """``row`` with the times of all designs."""
+    row, entrants = entered(bench, shape, search, row)
+    if row.auto in entrants:
+        row = with_times(row, halves(bench, entrants))
+    leave(bench.team, entrants)
+    return row
+
+
+def entered(bench: Bench, shape: Shape, search: int, row: Row) -> tuple[Row, dict[str, Entrant]]:
+    """``row`` with the plan and dropped designs, and the checked designs by label. Collective."""
     team, workload = bench.team, bench.workload
     try:
         problem: OpProblem = together(team, lambda: workload.problem(shape, team))
@@ -169,46 +179,73 @@ def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
         op, case = problem.op, problem.case
         designs, reason, refused = together(team, lambda: candidates(op, case, machine_of(team), search))
     except Failed as error:
-        return replace(row, reason=str(error))
-    row = replace(row, auto=next(iter(designs.values())), reason=reason)
-    compile_shares([partial(_run_once, problem, design) for design in designs], team)
+        return replace(row, reason=str(error)), {}
+    compile_shares([partial(run_once, problem, design) for design in designs], team)
     entrants, dropped = {}, dict(refused)
     for design, name in designs.items():
-        entrant = entered(bench, problem, design, name)
+        entrant = entrant_of(bench, problem, design, name)
         if entrant.single is None:
             dropped[name] = entrant.row.reason
         else:
             entrants[name] = entrant
     problem.forget()
-    row = replace(row, dropped=dropped)
-    if row.auto in entrants:
-        times = halves(bench, entrants)
-        best, auto_us, best_us = best_of(times, row.auto)
-        row = replace(row, best=best, auto_us=auto_us, best_us=best_us, us=times)
+    return replace(row, auto=next(iter(designs.values())), reason=reason, dropped=dropped), entrants
+
+
+def with_times(row: Row, times: Times) -> Row:
+    """``row`` with these times of its designs."""
+    best, auto_us, best_us = best_of(times, row.auto)
+    return replace(row, best=best, auto_us=auto_us, best_us=best_us, us=times)
+
+
+def leave(team: Team, entrants: dict[str, Entrant]) -> None:
+    """Free all memory of the designs of a shape."""
     for entrant in entrants.values():
         entrant.leave()
-    del problem, entrants
+    entrants.clear()
     free(team)
-    return row
 
 
-def _run_once(problem: OpProblem, design: Any) -> None:
+def without_slow(bench: Bench, row: Row, entrants: dict[str, Entrant], times: float) -> Row:
+    """Drop designs that take this many times the fastest one's time in one round. Collective.
+
+    They leave ``entrants``; the result is ``row`` with their reasons.
+    """
+    bench.round([entrant.single for entrant in entrants.values()])
+    here = {name: meters.spread(entrant.single.samples()).median for name, entrant in entrants.items()}
+    of_ranks = bench.team.exchange(here)
+    us = {name: max(one[name] for one in of_ranks) for name in here}
+    least, dropped = min(us.values()), dict(row.dropped)
+    for name in [name for name in us if name != row.auto and us[name] > times * least]:
+        dropped[name] = (
+            f"{us[name]:.4g} µs in the first round, more than {times:g} times the fastest design's {least:.4g}"
+        )
+        entrants.pop(name).leave()
+    return replace(row, dropped=dropped)
+
+
+def run_once(problem: OpProblem, design: Any) -> None:
+    """Run the op by ``design`` on the first set of inputs."""
     prepared(problem, design).run(0)
 
 
-def entered(bench: Bench, problem: OpProblem, design: Any, name: str) -> Entrant:
+def entrant_of(bench: Bench, problem: OpProblem, design: Any, name: str) -> Entrant:
     """Entrant of a checked design, with its meters; no ``single`` if it was dropped. Collective."""
     provider = Provider(name=name, ops=(problem.op.alias,), role="weft", make=lambda problem: prepared(problem, design))
     return bench.enter_one_design(problem, provider, rows=not problem.computes)
 
 
-def halves(bench: Bench, entrants: Mapping[str, Entrant]) -> dict[str, tuple[float, float]]:
+def halves(
+    bench: Bench, entrants: Mapping[str, Entrant], seconds: float | None = None
+) -> dict[str, tuple[float, float]]:
     """µs of each entrant in the even and in the odd rounds: the maximum over the ranks of the median.
 
     Where calls were timed in a row too, the geometric mean of a call alone and one in a row, as in ``weft tune``.
+
+    seconds  of all rounds, about; None: as of ``weft bench``
     """
     timed = [meter for entrant in entrants.values() for meter in entrant.meters()]
-    rounds = 2 if bench.team.is_simulated else 2 * max(ROUNDS, math.ceil(bench.rounds(timed) / 2))
+    rounds = 2 if bench.team.is_simulated else 2 * _half(bench, timed, seconds)
     samples: list[tuple[list[float], list[float]]] = [([], []) for _ in timed]
     for number in range(rounds):
         # Both halves see the same neighbours.
@@ -220,6 +257,19 @@ def halves(bench: Bench, entrants: Mapping[str, Entrant]) -> dict[str, tuple[flo
     by_meter = dict(zip(map(id, timed), slowest, strict=True))
     in_a_row = all(entrant.chain is not None for entrant in entrants.values())
     return {name: _deciding(entrant, by_meter, in_a_row) for name, entrant in entrants.items()}
+
+
+def _half(bench: Bench, timed: Sequence[meters.Meter], seconds: float | None) -> int:
+    """Number of rounds of each half.
+
+    Of LONG rounds in few ``seconds`` FEW_ROUNDS are enough: their times differ little.
+    """
+    if seconds is None:
+        return max(ROUNDS, math.ceil(bench.rounds(timed) / 2))
+    begin = time.perf_counter()
+    bench.round(timed)
+    one = max(bench.team.exchange(time.perf_counter() - begin))
+    return max(FEW_ROUNDS if one > LONG else ROUNDS, min(MOST_ROUNDS, math.ceil(seconds / one / 2)))
 
 
 def _deciding(entrant: Entrant, by_meter: Mapping[int, tuple], in_a_row: bool) -> tuple[float, float]:

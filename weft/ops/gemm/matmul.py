@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from weft.ops.case import Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design, check_fp8
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GEMM_BITS, ROW_PARALLEL, GemmCall, check_operands, named
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, FP8, GEMM_BITS, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
@@ -151,10 +151,13 @@ class Matmul(LocalGemm):
         tile = default_tile(call.M, call.N, call.dtype, machine.caps)
         return Persistent(tile=tile, split=splits_by_default(call.K))
 
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        return design != "persistent" or not {*FP8, "four_bit"} & {*variants}
+
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from super().space(call, machine, quick)
-        if call.invariant or call.deferred_norm or call.partials:
-            return  # the small-M kernel's alone
+        if call.invariant or call.deferred_norm or call.partials or call.quantized:
+            return  # the small-M kernel's and cuBLAS's alone
         base = self.default("persistent", call, machine)
         yield from (base, replace(base, split=not base.split))
         for tile in tiles(base.tile, call.M, call.dtype, machine.caps, quick):

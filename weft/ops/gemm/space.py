@@ -35,6 +35,8 @@ QUICK_NARROW = ((32, 128), (32, 256), (64, 128))
 NARROW_ROWS = 64
 # block_n, block_k of small-M designs: a tensor instruction has 64 rows of the weight, or 128.
 SMALL_M_TILES = ((64, 64), (64, 128), (128, 64))
+# The same of a quantized weight, in whole groups of columns.
+QUANTIZED_TILES = ((64, 128), (128, 128))
 # cuBLAS algorithms that won for large GEMMs on H200, from its heuristics for some shape or their neighbours: (tile, cluster,
 # custom, swizzle).
 KNOWN_ALGORITHMS = tuple(
@@ -91,7 +93,7 @@ def algorithms_around(design: Cublas) -> Iterator[Cublas]:
 def small_m_tiles(base: SmallM, call: GemmCall, caps: Capabilities, gated: bool, quick: bool) -> Iterator[SmallM]:
     """Small-M designs besides the default ``base``: tiles, stages, and numbers of split-K partials."""
     most = MAX_PARTIALS_LEFT if call.partials else MAX_PARTIALS
-    for block_n, block_k in SMALL_M_TILES:
+    for block_n, block_k in QUANTIZED_TILES if call.quantized else SMALL_M_TILES:
         stage = (base.block_m + block_n * (2 if gated else 1)) * block_k * 2
         filled = max(1, caps.sms // cdiv(call.N, block_n))
         for stages in (4, min(7, STAGES_BYTES // stage)):

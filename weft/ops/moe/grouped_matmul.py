@@ -20,7 +20,9 @@ from weft.ops.moe.choices import common, draw_ids, experts_of
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
     exact_activation,
-    exact_operands,
+    exact_rows,
+    exact_weight,
+    expert_of,
     fp8_accuracy,
     fp8_forms,
     quantized_rows_of,
@@ -214,7 +216,7 @@ class GroupedOp(MoeOp):
         """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
         ids, x, weight, *scales = with_matrix(case, by_rank[rank], 2)
         bias = scales.pop().double() if case.field("bias") else None
-        x, weight = exact_operands(case, x, weight, *scales)
+        kind, x = x.dtype, exact_rows(case, x, weight, *scales)
         T, k, total, N, _ = case.sizes
         experts = experts_of(case, total, rank)
         flat, gather = ids.flatten() - experts.first, case.field("gather") is not False
@@ -224,7 +226,8 @@ class GroupedOp(MoeOp):
         place = 0
         for e, pairs in enumerate(by_expert):
             order = torch.arange(place, place + len(pairs), device=x.device)
-            rows = x[pairs // k if gather else order] @ weight[e].T
+            # One by one: all experts in fp64 may take more memory than a GPU has.
+            rows = x[pairs // k if gather else order] @ exact_weight(expert_of(weight, e), kind).T
             rows = rows if bias is None else rows + bias[e]
             if self.gated:
                 rows = exact_activation(case, rows)

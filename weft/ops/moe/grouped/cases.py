@@ -30,10 +30,23 @@ def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
     return Fp8(torch.stack(data), torch.stack(scales))
 
 
+def four_bit_experts(weight: torch.Tensor, form: str | bool) -> FourBit:
+    """``weight`` [experts, N, K] in 4 bits.
+
+    One expert after the other, since all at once take 20 times its bytes.
+    """
+    made = [FOUR_BIT[form](one) for one in weight]
+    data, scales, zeros = (
+        None if parts[0] is None else torch.stack(parts)
+        for parts in zip(*((one.data, one.scales, one.zeros) for one in made), strict=True)
+    )
+    return FourBit(data, scales, weight.shape[-1], zeros)
+
+
 def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:
     """``tensors`` with the weight at ``at`` in the case's form; its scales and zeros come last."""
     if form := case.field("four_bit"):
-        made = FOUR_BIT[form](tensors[at])
+        made = four_bit_experts(tensors[at], form)
     elif scheme := scheme_of(case):
         made = quantized_experts(tensors[at], scheme)
     else:
@@ -64,12 +77,32 @@ def exact_operands(
     case: Case, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, weight) in fp64 that the case's product is of. scales: of fp8 rows."""
+    return exact_rows(case, x, weight, scales), exact_weight(weight, x.dtype)
+
+
+def exact_rows(
+    case: Case, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows in fp64 that the case's product is of, by ``weight``. scales: of fp8 rows."""
     if isinstance(weight, Fp8):
-        rows = quantized_rows_of(case, x) if scales is None else Fp8(x, scales)
-        return rows.dequantized(torch.float64), weight.dequantized(torch.float64)
-    if isinstance(weight, FourBit):
-        return x.double(), weight.dequantized(x.dtype).double()
-    return (x if scales is None else read_back(x, scales, weight.dtype)).double(), weight.double()
+        return (quantized_rows_of(case, x) if scales is None else Fp8(x, scales)).dequantized(torch.float64)
+    if isinstance(weight, FourBit) or scales is None:
+        return x.double()
+    return read_back(x, scales, weight.dtype).double()
+
+
+def exact_weight(weight: torch.Tensor | Fp8 | FourBit, dtype: torch.dtype) -> torch.Tensor:
+    """``weight`` in fp64. dtype: of the rows, to which 4 bits are rounded."""
+    if isinstance(weight, Fp8):
+        return weight.dequantized(torch.float64)
+    return weight.dequantized(dtype).double() if isinstance(weight, FourBit) else weight.double()
+
+
+def expert_of(weight: torch.Tensor | Fp8 | FourBit, number: int) -> torch.Tensor | Fp8 | FourBit:
+    """Matrix [N, K] of one expert of ``weight``."""
+    if isinstance(weight, torch.Tensor):
+        return weight[number]
+    return type(weight)(*(one[number] if isinstance(one, torch.Tensor) else one for one in weight))
 
 
 # Of cases with the field "clamped": some gates and ups are clamped, most are not.

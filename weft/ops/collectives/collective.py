@@ -254,8 +254,7 @@ class Collective(Op):
             return out
         x = x.detach()
         if isinstance(design, OverNodes):
-            self._run_over_nodes(design.node, team, x.contiguous(), out)
-            return out
+            return self._run_over_nodes(design.node, team, x.contiguous(), out)
         part = x.nbytes if self.gathers else x.nbytes // team.size
         if self.moves_bits:
             word = word_of(part)
@@ -276,13 +275,13 @@ class Collective(Op):
         """Part of ``x``, contiguous, for each of ``count`` ranks or nodes."""
         return [x] * count if self.gathers else x.chunk(count)
 
-    def _run_over_nodes(self, node: Planned, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_over_nodes(self, node: Planned, team: Team, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         parts = self.parts(x, team.shape.nodes)
-        if self.moves_bits:
-            for source, piece in swapped(team, parts, node):
-                self.run(node.design, team.node, piece, into=out.chunk(team.shape.nodes)[source])
-        else:
-            added_over_nodes(team, lambda to: self.run(node.design, team.node, parts[to]), out, node)
+        if not self.moves_bits:
+            return added_over_nodes(team, lambda to: self.run(node.design, team.node, parts[to]), node, out)
+        for source, piece in swapped(team, parts, node):
+            self.run(node.design, team.node, piece, into=out.chunk(team.shape.nodes)[source])
+        return out
 
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty(self.result_shape(x.shape, find_team(team).size))

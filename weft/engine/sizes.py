@@ -45,7 +45,7 @@ def decode_buckets(max_batch: int) -> list[int]:
 class Buckets:
     """Batch sizes that decode steps are padded to, some of which still have graphs to be captured.
 
-    sizes    all of them, ascending
+    sizes    all, ascending
     largest  largest one that a decode step took so far
     late     graphs that are left to capture, the next one last
     """

@@ -369,7 +369,7 @@ def greedy(model, prompts, steps):
             for slot, prompt in enumerate(prompts)
         ]
     )
-    tokens = [runner.tokens.clone()]
+    tokens = [runner.decoding.tokens.clone()]
     for step in range(steps - 1):
         runner.slots.send(
             {
@@ -378,7 +378,7 @@ def greedy(model, prompts, steps):
             }
         )
         runner.decode(len(prompts))
-        tokens.append(runner.tokens.clone())
+        tokens.append(runner.decoding.tokens.clone())
     return torch.stack(tokens)
 
 

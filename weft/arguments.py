@@ -34,11 +34,11 @@ def quoted(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def listed(choices: Iterable[Any], most: int = MOST_LISTED) -> str:
-    """Choices in a message, at most `most` by name."""
+def listed(choices: Iterable[Any]) -> str:
+    """Choices in a message, at most MOST_LISTED by name."""
     names = [str(choice) for choice in choices]
-    rest = len(names) - most
-    return ", ".join(names) if rest <= 0 else f"{', '.join(names[:most])} or {rest} more"
+    rest = len(names) - MOST_LISTED
+    return ", ".join(names) if rest <= 0 else f"{', '.join(names[:MOST_LISTED])} or {rest} more"
 
 
 def did_you_mean(value: object, choices: Iterable[Any]) -> str:
@@ -156,11 +156,11 @@ def check_virtual_ranks(name: str, value: object) -> int:
     return value
 
 
-def check_heap_bytes(value: object, name: str = "heap_bytes") -> int | None:
+def check_heap_bytes(value: object) -> int | None:
     """The value as an int, or None. ValueError unless it can be the size of a symmetric heap."""
     if value is None:
         return None
-    return check_int(name, value, 1, _MOST_HEAP_BYTES, "pass bytes per rank, or leave it out")
+    return check_int("heap_bytes", value, 1, _MOST_HEAP_BYTES, "pass bytes per rank, or leave it out")
 
 
 def check_debug(value: object) -> float | None:

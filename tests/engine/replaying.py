@@ -66,9 +66,9 @@ def replayed(team, directory, ways, **form):
                 runner.slots.forget()
                 runner.slots.send(rows)
                 runner.cache.data.copy_(context)
-                runner.tokens.copy_(start)
+                runner.decoding.tokens.copy_(start)
                 runner.replay(way.bucket, Kind.NUCLEUS)
-                states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
+                states.append((runner.decoding.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
         for tokens, cached in states:
             assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), f"{way}: a step differs"
         found.append([part.cpu() for part in states[0]])

@@ -403,7 +403,7 @@ def test_a_fused_step_of_a_large_bucket_gives_the_tokens_of_the_unfused_form(one
     def main(team, mode, fused):
         engine = Engine(one_layer, team, mode=mode, fused=fused, max_batch=len(prompts), max_seq_len=16, page_size=16)
         completions = engine.generate(prompts, max_tokens=2, ignore_eos=True)
-        return [found.token_ids for found in completions], engine.batch.runner.largest_decode
+        return [found.token_ids for found in completions], engine.batch.runner.buckets.largest
 
     [(plain, _)] = weft.simulate(main, 1, args=("torch", False))
     assert len({last for _, last in plain}) > 32

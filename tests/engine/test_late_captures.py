@@ -12,7 +12,7 @@ from tests.limits import ANSWER
 from weft.engine import Load, SamplingParams
 from weft.engine.graphs import WARM_KINDS, Graphs
 from weft.engine.prompts import Shape
-from weft.engine.runner import _late_place, first_of
+from weft.engine.sizes import first_of, late_place
 from weft.engine.speculation.verify import Verify
 
 PROMPTS = ["123+456=", "7+8=", "99+1=", "5+5=", "12+34=", "1+2=", "3+4=", "50+60=", "8+8=", "1+1=", "10+10=", "6+7="]
@@ -73,7 +73,7 @@ def test_the_first_graphs_serve_small_batches_and_short_prompts():
 
 def test_graphs_of_small_batches_come_first_whatever_drafts_they_have():
     sizes = [Shape(16, 4), *(Verify(batch, length) for length in (2, 0) for batch in (16, 4, 2, 1))]
-    late = sorted(((size, WARM_KINDS[0]) for size in sizes), key=_late_place)
+    late = sorted(((size, WARM_KINDS[0]) for size in sizes), key=late_place)
     assert [size for size, _ in reversed(late)][:6] == [
         Verify(batch, length) for batch in (1, 2, 4) for length in (0, 2)
     ]
@@ -83,13 +83,13 @@ def test_small_batches_run_in_the_first_graph_until_they_have_theirs(graphs_as_p
     def main(team):
         runner = weft.Engine(None, team, mode="reference", max_batch=12, page_size=16).batch.runner
         runner.cuda_graph = True
-        before = [runner.bucket(batch) for batch in (1, 2, 3, 8, 9)]
+        before = [runner.buckets.of(batch) for batch in (1, 2, 3, 8, 9)]
         runner.warm_up(late=True)
         taken = []
         while runner.captures_left:
-            taken.append([runner.bucket(batch) for batch in (1, 2, 3, 8, 9)])
+            taken.append([runner.buckets.of(batch) for batch in (1, 2, 3, 8, 9)])
             runner.capture_next()
-        return before, taken, [runner.bucket(batch) for batch in (1, 2, 3, 8, 9)]
+        return before, taken, [runner.buckets.of(batch) for batch in (1, 2, 3, 8, 9)]
 
     [(before, taken, after)] = weft.simulate(main, 1)
     assert before == after == [1, 2, 4, 8, 12]

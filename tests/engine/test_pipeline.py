@@ -91,7 +91,7 @@ def test_a_rank_reads_the_weights_of_its_stage_alone(byte_model, caplog):
 
 
 def test_a_page_has_the_keys_and_values_of_a_stage_alone(byte_model, monkeypatch):
-    monkeypatch.setattr("weft.engine.runner.VIRTUAL_CACHE_BYTES", 40_960)
+    monkeypatch.setattr("weft.engine.sizes.VIRTUAL_CACHE_BYTES", 40_960)
 
     def main(team):
         return Engine(byte_model, team, **STAGED | {"pipeline_parallel": 1 + (team.size > 1)}).batch.runner.cache.pages

@@ -11,10 +11,11 @@ import torch
 import weft
 import weft.engine.prompts as prompts_module
 import weft.engine.runner as runner_module
+import weft.engine.sizes as sizes_module
 from weft.console import layout_of
 from weft.costs.gpu import named
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import Graphs, decode_buckets
+from weft.engine.graphs import Graphs
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk, StaticPrefill
@@ -28,15 +29,12 @@ from weft.engine.prompts import (
     single_lengths,
 )
 from weft.engine.runner import Runner
+from weft.engine.sizes import affordable_pages, decode_buckets
 from weft.engine.slots import SlotState
 from weft.models import Qwen3ForCausalLM
 
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
-
-
-def cache_of(pages, page_size, slots, drafts=0, snapshots=0):
-    """Cache of 400 bytes a page, without states."""
-    return SimpleNamespace(data=torch.zeros(pages, 100), states=None)
+ONE_PAGE = SimpleNamespace(data=torch.zeros(100), states=None)  # 400 bytes
 
 
 def on_one_rank(main, directory, fused=False):
@@ -162,12 +160,8 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
         trial = weakref.ref(made.pop())
         assert not len(runner.graphs) and trial() is None
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
-        of = SimpleNamespace(new_cache=cache_of)
-        on_gpu = SimpleNamespace(
-            model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None, _most_drafts=0
-        )
-        monkeypatch.setattr(runner_module, "memory_of", lambda device: (free.pop(0), 1 << 40))
-        return sizes, reserved, Runner._affordable_pages(on_gpu, EngineConfig(memory_fraction=0.5), reserved)
+        monkeypatch.setattr(sizes_module, "memory_of", lambda device: (free.pop(0), 1 << 40))
+        return sizes, reserved, affordable_pages(ONE_PAGE, EngineConfig(memory_fraction=0.5), device, reserved, 0)
 
     sizes, reserved, pages = on_one_rank(main, byte_model, fused=True)
     assert [size for size, kind in sizes if kind == Kind.GREEDY] == [
@@ -208,7 +202,7 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
         prefill.cache.data[:, :, 0] = 50.0
         prefill.load(reads)
         prefill.run(Kind.NUCLEUS)
-        return runner.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
+        return runner.decoding.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
 
     expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
     assert torch.equal(found, expected)
@@ -248,7 +242,7 @@ def test_ragged_prompts_are_read_as_they_are(one_layer, lengths, befores, shape)
         prefill.load(reads_of(15))  # what was read before leaves nothing behind
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
-        return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
+        return exact.decoding.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
 
     expected, found, expected_cache, cache = on_one_rank(main, one_layer, fused=True)
     assert torch.equal(found[chosen], expected[chosen])
@@ -292,7 +286,7 @@ def test_prompts_of_a_spread_cache_are_read_as_they_are(one_layer, monkeypatch, 
         prefill.load(reads_of(15))  # what was read before leaves nothing behind
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
-        return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
+        return exact.decoding.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
 
     for expected, found, expected_cache, cache in weft.simulate(main, 2):
         assert torch.equal(found, expected)
@@ -342,7 +336,7 @@ def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, m
         for runner in (exact, warm):
             for part in parts:
                 runner.prefill(part)
-        return exact.tokens, warm.tokens
+        return exact.decoding.tokens, warm.decoding.tokens
 
     for expected, found in weft.simulate(main, 2):
         assert torch.equal(found, expected)
@@ -374,7 +368,7 @@ def test_shapes_that_come_again_are_captured(one_layer, monkeypatch):
                 if first:
                     each.prefill([replace(r, choose=False) for r in reads_of(*first)])
                 each.prefill([continued(r, n) for r, n in zip(reads_of(*lengths), first or (0, 0), strict=True)])
-                found.append(each.tokens[: len(lengths)].clone())
+                found.append(each.decoding.tokens[: len(lengths)].clone())
         return found
 
     found = on_one_rank(main, one_layer, fused=True)
@@ -422,7 +416,7 @@ def test_empty_slots_of_a_bucket_change_nothing(one_layer, fused):
             tokens = []
             for _ in range(2):
                 runner.replay(bucket, Kind.NUCLEUS)
-                tokens.append(runner.tokens[:3].clone())
+                tokens.append(runner.decoding.tokens[:3].clone())
             found.append((torch.stack(tokens), runner.slots.positions.clone(), runner.cache.data[:, :, 1:]))
         return found
 
@@ -448,7 +442,7 @@ def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
                 if step == 0:
                     runner.slots.send({0: SlotState(position=40, pages=pages, params=SAMPLE)})
                 runner.decode(1, SAMPLE.kind)
-                tokens.append(runner.tokens[0].item())
+                tokens.append(runner.decoding.tokens[0].item())
             found.append(tokens)
         return found
 
@@ -459,7 +453,7 @@ def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
 def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
     def main(model):
         runner = new_runner(model, max_batch=6)
-        return runner.buckets, [runner.bucket(batch) for batch in (1, 2, 3, 5, 6)]
+        return runner.buckets.sizes, [runner.buckets.of(batch) for batch in (1, 2, 3, 5, 6)]
 
     assert on_one_rank(main, byte_model) == ([1, 2, 4, 6], [1, 2, 4, 6, 6])
 
@@ -467,7 +461,7 @@ def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
 def test_padding_is_read_in_sizes_up_to_a_full_chunk_and_only_page_0_changes(byte_model):
     def main(model):
         runner, sizes = new_runner(model), []
-        runner.model.hidden = lambda tokens, *rest: sizes.append(len(tokens)) or hidden(tokens, *rest)
+        runner.pipeline.model.hidden = lambda tokens, *rest: sizes.append(len(tokens)) or hidden(tokens, *rest)
         hidden = Qwen3ForCausalLM.hidden.__get__(model)
         before = runner.cache.data.clone()
         runner.run_padding(300)
@@ -482,25 +476,17 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(9_000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
-    model = SimpleNamespace(new_cache=cache_of)
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
-    runner = SimpleNamespace(
-        model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None, _most_drafts=0
-    )
-    assert Runner._affordable_pages(runner, EngineConfig(memory_fraction=0.8)) == 20
+    assert affordable_pages(ONE_PAGE, EngineConfig(memory_fraction=0.8), team, 0, 0) == 20
 
 
 def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
     free = [70_000, 30_000, 50_000]
-    monkeypatch.setattr(runner_module, "memory_of", lambda device: (free[device.index], 1 << 40))
-    model = SimpleNamespace(new_cache=cache_of)
+    monkeypatch.setattr(sizes_module, "memory_of", lambda device: (free[device.index], 1 << 40))
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
-        runner = SimpleNamespace(
-            model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu, verifying=None, _most_drafts=0
-        )
-        return Runner._affordable_pages(runner, EngineConfig(memory_fraction=fraction))
+        return affordable_pages(ONE_PAGE, EngineConfig(memory_fraction=fraction), on_gpu, 0, 0)
 
     # Of 400 bytes each.
     assert weft.simulate(main, 3, args=(1.0,)) == [75] * 3
@@ -512,7 +498,7 @@ def test_the_cache_is_no_larger_than_memory_or_all_slots_can_fill(byte_model, mo
         page = model.new_cache(1, 16).data.nbytes
         found = []
         for memory in (10 * page - 1, 10 * page, 1000 * page):
-            monkeypatch.setattr(runner_module, "VIRTUAL_CACHE_BYTES", memory)
+            monkeypatch.setattr(sizes_module, "VIRTUAL_CACHE_BYTES", memory)
             found.append(Runner(model, EngineConfig(max_batch=3, page_size=16, max_seq_len=90)).cache.pages)
         return found
 

@@ -226,7 +226,7 @@ def test_all_ranks_have_the_times_of_their_buckets(byte_model, monkeypatch, meth
 
     def main(team):
         runner = (engine := Engine(byte_model, team, mode="torch", max_batch=6, speculative=speculative)).batch.runner
-        return runner.buckets, engine.batch.draft_length._times
+        return runner.buckets.sizes, engine.batch.draft_length._times
 
     for buckets, times in (by_rank := weft.simulate(main, 2)):
         assert times == by_rank[0][1] and list(times) == buckets == [1, 2, 4, 6]
@@ -564,7 +564,7 @@ def test_drafts_that_do_not_fit_the_memory_are_named_in_one_line(byte_model, mon
     )
     refused("weft.engine.speculation.loading._load_model", too_large, beside + "CUDA out of memory")
     refused(
-        "weft.engine.runner.VIRTUAL_CACHE_BYTES", 30_000, "the draft of method='draft_model' leaves no memory for two"
+        "weft.engine.sizes.VIRTUAL_CACHE_BYTES", 30_000, "the draft of method='draft_model' leaves no memory for two"
     )
     monkeypatch.setattr(memory, lambda: 600_000)
     ask_for(speculative=drafting)

@@ -21,7 +21,9 @@ class Known:
 
     def __init__(self, runner, sequences):
         self.slots, self.sequences = runner.slots, sequences
-        self.table = torch.zeros(runner.max_batch, LONGEST, dtype=torch.int64, device=runner.team.device)
+        self.table = torch.zeros(
+            len(runner.decoding.tokens), LONGEST, dtype=torch.int64, device=runner.pipeline.team.device
+        )
 
     def read(self, chunks, rows): ...
 

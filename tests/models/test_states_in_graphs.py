@@ -61,7 +61,7 @@ def test_padded_prompts_leave_the_states_of_their_tokens(make_checkpoint, monkey
         prefill.run(Kind.NUCLEUS)
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
-        return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache, padded.cache
+        return exact.decoding.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache, padded.cache
 
     [(expected, found, exact, padded)] = weft.simulate(main, 1)
     assert torch.equal(found, expected)

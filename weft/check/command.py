@@ -19,7 +19,7 @@ from rich.text import Text
 from weft.arguments import quoted, shortened
 from weft.check.explanations import explain
 from weft.check.script import load
-from weft.console import WORLD_SIZE, TypedFlags, check_output, draws, from_flags, one_line_errors
+from weft.console import WORLD_SIZE, TypedFlags, check_output, draws, from_flags, one_line_errors, option
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
@@ -36,48 +36,29 @@ class CheckFlags(TypedFlags):
     script: Annotated[
         Path | None, typer.Argument(help="A Python file that defines main(team), or a program (--torch)")
     ] = None
-    torch: Annotated[
-        bool,
-        typer.Option("--torch", help="Run a program on torch.distributed and its symmetric memory, as torchrun would"),
-    ] = False
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Also run main on real GPUs, under GSan, Triton's sanitizer for races")
-    ] = False
-    gpu_seconds: Annotated[
-        float | None, typer.Option(help="Most seconds of a run on GPUs [with --gpu; default: 120]")
-    ] = None
-    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4")] = "2"
-    schedules: Annotated[int, typer.Option(help="Number of runs for each number of ranks")] = _SCHEDULES
-    strategy: Annotated[
-        str, typer.Option(help="Strategy of schedules: mix, uniform, pct, slow, delay or exhaustive")
-    ] = "mix"
-    seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0
-    depth: Annotated[
-        int, typer.Option(help="Number of ordering constraints that a bug needs [with --strategy pct]")
-    ] = 3
-    sms: Annotated[
-        int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
-    ] = None
-    like: Annotated[str, typer.Option(help="GPU that ops plan for: h200, h100, b200 or a100")] = "h200"
-    node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None
-    link: Annotated[str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")] = "nvlink"
-    function: Annotated[
-        str | None, typer.Option(help="Function to run instead of main; with --torch f(rank, world_size), not the file")
-    ] = None
-    args: Annotated[str, typer.Option(help="Arguments of the program [with --torch]")] = ""
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None
-    html: Annotated[Path | None, typer.Option(help="Write the report to this file as a page with drawings")] = None
-    sarif: Annotated[Path | None, typer.Option(help="Write the report to this file as SARIF, for code scanning")] = None
-    explain: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Say what a kind of finding is, with an example, and end")
-    ] = None
-    any_results: Annotated[bool, typer.Option("--any-results", help="Allow results to differ between schedules")] = (
-        False
+    torch: bool = option(False, "Run a program on torch.distributed and its symmetric memory, as torchrun would")
+    gpu: bool = option(False, "Also run main on real GPUs, under GSan, Triton's sanitizer for races")
+    gpu_seconds: float | None = option(None, "Most seconds of a run on GPUs [with --gpu; default: 120]")
+    world_size: str = option("2", "Numbers of ranks, such as 2 or 2,4", *WORLD_SIZE)
+    schedules: int = option(_SCHEDULES, "Number of runs for each number of ranks")
+    strategy: str = option("mix", "Strategy of schedules: mix, uniform, pct, slow, delay or exhaustive")
+    seed: int = option(0, "Seed of the first run")
+    depth: int = option(3, "Number of ordering constraints that a bug needs [with --strategy pct]")
+    sms: int | None = option(None, "Resident programs of a rank; by default 8, varied for kernels sized by it")
+    like: str = option("h200", "GPU that ops plan for: h200, h100, b200 or a100")
+    node_size: int | None = option(None, "Ranks of each node; by default all are of one")
+    link: str = option("nvlink", "Links within a node: nvlink, or pcie, which carries no atomics")
+    function: str | None = option(
+        None, "Function to run instead of main; with --torch f(rank, world_size), not the file"
     )
-    no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Do not ask whether Triton compiles the kernels for sm_90")
-    ] = False
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False
+    args: str = option("", "Arguments of the program [with --torch]")
+    json: Path | None = option(None, "Write the report to this file")
+    html: Path | None = option(None, "Write the report to this file as a page with drawings")
+    sarif: Path | None = option(None, "Write the report to this file as SARIF, for code scanning")
+    explain: str | None = option(None, "Say what a kind of finding is, with an example, and end", metavar="KIND")
+    any_results: bool = option(False, "Allow results to differ between schedules")
+    no_compile: bool = option(False, "Do not ask whether Triton compiles the kernels for sm_90")
+    traceback: bool = option(False, "Show the traceback of a usage error")
 
 
 # Default of --gpu-seconds.

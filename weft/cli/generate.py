@@ -371,7 +371,7 @@ def _print_speed(engine: Engine, team: Team) -> None:
     where = f"{ranks}, simulated" if team.is_simulated else f"{ranks} on {team.caps.device_name}"
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
     chunks = f", up to {runner.prompts.longest} at once" if runner.prompts.longest < stats.prompt_tokens else ""
-    decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
+    decode = f"decode: {engine.model.plan(runner.buckets.largest)}" if runner.buckets.largest else "no decode steps"
     if (counts := stats.speculation) is not None:
         decode += (
             f"\nspeculation: {counts.accepted_tokens} of {counts.draft_tokens} drafted tokens accepted, "

@@ -68,17 +68,17 @@ class Batch:
 
     def __init__(self, runner: Runner, config: EngineConfig, times: StepTimes | None = None) -> None:
         """`times`: of the runner's buckets, by which draft lengths are chosen; None: as of DraftLength."""
-        self.runner, self.team = runner, runner.team
+        self.runner, self.team = runner, runner.pipeline.team
         # The whole model's window: all stages of a pipeline have the same pages.
-        window = runner.model.config.attention.longest_window
+        window = runner.pipeline.model.config.attention.longest_window
         pool = PagePool(runner.cache.pages, runner.entry_tokens, window)
         self.scheduler = Scheduler(
             pool,
-            runner.max_batch,
+            config.max_batch,
             config.chunk_tokens,
             mixed_chunk_tokens=config.mixed_chunk_tokens,
             # Without snapshots a prefix in the cache has keys and values, and no state.
-            prefix_caching=config.prefix_caching and (runner.snapshots > 0 or not runner.model.has_states),
+            prefix_caching=config.prefix_caching and (runner.snapshots > 0 or not runner.pipeline.model.has_states),
             most_drafts=0 if config.speculative is None else config.speculative.num_speculative_tokens,
             snapshots=Snapshots(runner.snapshots, runner.entry_tokens, config.state_snapshot_tokens)
             if runner.snapshots > 0
@@ -113,7 +113,9 @@ class Batch:
         first = self._read(ranges) if ranges else []
         drafts = 0
         if self.draft_length is not None and self.scheduler.running > 0:
-            drafts = self.draft_length.choose(self.runner.bucket(self.scheduler.running), self.scheduler.mean_context)
+            drafts = self.draft_length.choose(
+                self.runner.buckets.of(self.scheduler.running), self.scheduler.mean_context
+            )
         decoding = self.scheduler.next_decode(drafts)
         if decoding is None or not decoding.sequences:
             self.settle()
@@ -198,7 +200,7 @@ class Batch:
 
     def _assign_slots(self, decoding: Decoding, arrived: list[Arrival]) -> Decoding:
         """Tell the device what has changed since the step before. Returns the sequences in their slots."""
-        if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(decoding.size):
+        if self.runner.buckets.of(len(self.scheduler.active)) < self.runner.buckets.of(decoding.size):
             self.settle()
             if self.draft_length is not None:  # the positions that slots are filled with depend on them
                 arrived.extend(self._collect(0))
@@ -233,8 +235,8 @@ class Batch:
         if not decoding.sequences:
             return []
         runner, scored, several = self.runner, Kind.LOGPROBS in decoding.kind, drafts is not None
-        tokens = runner.verifying.results if several else runner.tokens
-        logprobs = runner.verifying.logprobs if several else runner.logprobs
+        tokens = runner.verifying.results if several else runner.decoding.tokens
+        logprobs = runner.verifying.logprobs if several else runner.decoding.logprobs
         buffers = self._buffers[several]
         buffer = buffers.pop() if buffers else self._new_buffer(tokens)
         buffer.tokens[: decoding.size].copy_(tokens[: decoding.size], non_blocking=True)

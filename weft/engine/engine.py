@@ -319,7 +319,7 @@ class Engine:
             raise
         if self.measured is not None:
             active = len(scheduler.active)
-            batch = self.batch.runner.bucket(active) if active else 0
+            batch = self.batch.runner.buckets.of(active) if active else 0
             self.measured.note(batch, time.perf_counter(), reads=reads)
 
     def _answer(self, answers: list[Answer]) -> Generator[list[Piece], None, None]:
@@ -405,7 +405,7 @@ def _step_times(runner: Runner, draft: Draft | None, config: EngineConfig) -> St
     """Times of decode steps by which draft lengths are chosen; None where there is nothing to choose."""
     if config.speculative is None or not config.speculative.adaptive:
         return None
-    return step_times(runner.model, draft, config.speculative, runner.buckets)
+    return step_times(runner.pipeline.model, draft, config.speculative, runner.buckets.sizes)
 
 
 def check_model(model: object) -> None:

@@ -37,9 +37,6 @@ from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
 
-# Rows of a tile of cuBLAS. It takes longer for some sizes between its multiples: two H200s, Qwen3-32B, prompts of 256 tokens
-# take 15.9 ms and of 192 16.8 (lab/h200-x2-prefill-sizes.json@4c5a438; `weft bench model --run-type prefill`).
-ROWS = 128
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
 # need, and two further graphs of each size would take twice the time and memory.
 WARM_KINDS = (Kind.GREEDY, Kind.TRUNCATED)
@@ -128,23 +125,6 @@ class Graphs:
             run()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
-
-
-def decode_buckets(max_batch: int) -> list[int]:
-    """Batch sizes that decode steps are padded to: 1, 2, 4 … 64, 96, 128, 256, 384, 512 … and `max_batch`.
-
-    Sizes in between, up to 64, would run the same tiles (SMALL_M_ROWS of weft/plan/table.py). Rows of tables for more than 64
-    begin at 96, which serves 112 too. From 128 on all are multiples of ROWS, four or more to a factor of two.
-    One H200, Qwen3-8B: 96 sequences take 6.85 ms, padded to 128 7.54 (benchmarks/lab/h200-traffic.json).
-    """
-    sizes, size = [], 1
-    while size < max_batch:
-        sizes.append(size)
-        if size in (64, 96):
-            size += 32
-        else:
-            size += size if size <= ROWS else max(ROWS, (1 << size.bit_length()) // 8)
-    return [*sizes, max_batch]
 
 
 class DecodeGraph:

@@ -20,7 +20,7 @@ from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.copying import to_device
 
 # Token counts: powers of two up to ROWS, then its multiples, and above 2048 multiples of a sixteenth of the next power of two.
-# cuBLAS may take longer for rows in between than for the next multiple of 128 (ROWS of weft/engine/graphs.py).
+# cuBLAS may take longer for rows in between than for the next multiple of 128 (ROWS of weft/engine/sizes.py).
 SHORTEST, ROWS, STEPS = 16, 128, 16
 # Sequence counts are powers of this: the head's GEMM takes as long for 8 rows as for one.
 BATCHES = 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,28 +10,24 @@ import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, decode_buckets, without_autograd
+from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, without_autograd
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
+from weft.engine.sizes import Buckets, Size, affordable_pages, first_of
 from weft.engine.slots import Adjustments, Slots
-from weft.engine.snapshots import SNAPSHOT_SHARE, Copies, places_beside
+from weft.engine.snapshots import Copies, places_beside
 from weft.engine.speculation.loading import Draft, drafter_of
 from weft.engine.speculation.verify import Verify, VerifyGraph
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
-from weft.models.memory import check_cache, free_bytes, memory_of
+from weft.models.memory import check_cache, free_bytes
 from weft.parallel.step import PagedCache
 from weft.runtime.copying import move_rows, to_device
 from weft.runtime.logs import logger_of
 
 logger = logger_of(__name__)
-# Default size of the KV cache on virtual ranks, whose memory is the host's.
-VIRTUAL_CACHE_BYTES = 256 << 20
-Size = int | Verify | Shape | Turn  # of a graph: a decode step's slots, or a shape of prompts
-# Slots of a decode step and tokens of prompts whose graphs are captured before the engine is ready: for its first requests.
-FIRST_BATCH, FIRST_TOKENS = 8, 256
 
 
 class Runner:
@@ -42,12 +37,16 @@ class Runner:
     can be replayed as a CUDA graph: one per batch bucket (``decode_buckets``) and kind of sampling, captured when first needed.
     Prompts have one per shape (weft.engine.prompts). After `warm_up` all graphs are there. Unused slots have position -1.
 
-    entry_tokens    tokens of an entry of the page table: of a page, or of a page of each rank
-    decoding        the slots' tensors, and the cache; `slots`, `tokens` and `logprobs` are its
-    verifying       decode steps with drafts; None: without speculation
-    buckets         batch sizes that decode steps are padded to
-    largest_decode  most slots of one decode step so far, padding included
-    snapshots       states that prefix caching may keep, in models with gated delta nets
+    pipeline      of the model that it runs, or of whose stage
+    cuda_graph    True: steps are graphs
+    entry_tokens  tokens of an entry of the page table: of a page, or of a page of each rank
+    slots         positions, page tables and sampling parameters of the batch slots
+    decoding      the slots' tokens, and the cache
+    buckets       batch sizes that decode steps are padded to
+    graphs        that have been captured
+    prompts       passes that read prompts
+    verifying     decode steps with drafts; None: without speculation
+    snapshots     states that prefix caching may keep, in models with gated delta nets
     """
 
     def __init__(
@@ -64,21 +63,17 @@ class Runner:
         """
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
-        self.model, self.max_batch = model, config.max_batch
         self.pipeline = Pipeline.whole(model) if pipeline is None else replace(pipeline, model=model)
-        self.team = self.pipeline.team
-        self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
+        device = self.pipeline.team.device
+        self.cuda_graph = config.cuda_graph and device.type == "cuda"
         self.entry_tokens = config.page_size * (model.team.size if model.context_parallel else 1)
         max_seq_len = config.max_seq_len or model.config.max_position_embeddings
-        self.slots = Slots(self.max_batch, -(-max_seq_len // self.entry_tokens), self.team.device)
+        self.slots = Slots(config.max_batch, -(-max_seq_len // self.entry_tokens), device)
         self.decoding = DecodeGraph(self.pipeline, self.slots, config.page_size)
-        self.tokens, self.logprobs = self.decoding.tokens, self.decoding.logprobs
-        self.buckets, self.largest_decode = decode_buckets(self.max_batch), 0
-        self._open = self.buckets  # the ones that steps take
-        self.graphs = Graphs(self.team)
+        self.buckets = Buckets(config.max_batch)
+        self.graphs = Graphs(self.pipeline.team)
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.verifying: VerifyGraph | None = None
-        self._late: list[tuple[Size, Kind]] = []  # graphs to capture beside steps
         if (speculative := config.speculative) is not None:
             drafter = drafter_of(draft, speculative, self.decoding, max_seq_len, self.prompts.most_rows)
             self.verifying = VerifyGraph(self.decoding, drafter, speculative)
@@ -89,9 +84,7 @@ class Runner:
             self.decoding.cache = None
         pages = self._pages(config)
         if model.has_states and config.prefix_caching:
-            page = model.new_cache(1, config.page_size, 1, self._most_drafts)
-            self.snapshots = places_beside(page, pages, config.state_snapshot_bytes)
-            del page
+            self.snapshots = places_beside(self._one_page(), pages, config.state_snapshot_bytes)
         self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
 
@@ -116,10 +109,9 @@ class Runner:
         """
         sizes = self._warm_sizes() if self.cuda_graph else []
         first = first_of(sizes) if late and self.pipeline.stages == 1 else sizes
-        self._late = sorted((one for one in sizes if one not in first), key=_late_place)
-        self._close_smaller()
+        self.buckets.leave(one for one in sizes if one not in first)
         if sizes:
-            logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), len(self._late))
+            logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), self.captures_left)
         for done, (size, kind) in enumerate(first, 1):
             self._warm(size, kind)
             if progress is not None:
@@ -131,28 +123,22 @@ class Runner:
     @property
     def captures_left(self) -> int:
         """Number of graphs that `capture_next` has still to capture."""
-        return len(self._late)
+        return len(self.buckets.late)
 
     def capture_next(self) -> None:
         """Capture the next graph that `warm_up` has left for later, beside running sequences. Collective."""
         self.settle()
-        self._warm(*self._late.pop())
-        self._close_smaller()
-        if not self._late:
+        self._warm(*self.buckets.late.pop())
+        self.buckets.leave(self.buckets.late)
+        if not self.captures_left:
             logger.info("warm-up: captured the last graph, after %.1f s of captures", self.graphs.capture_seconds)
-
-    def _close_smaller(self) -> None:
-        """Leave buckets below the first one that was captured out of steps, until their own graphs are there."""
-        left = {batch_of(size) for size, _ in self._late if not isinstance(size, Shape)}
-        first = first_batch(self.buckets)
-        self._open = [bucket for bucket in self.buckets if bucket >= first or bucket not in left]
 
     def _warm_sizes(self) -> list[tuple[Size, Kind]]:
         """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
         gathering, prompts = self.prompts.warm_sizes()
-        decoding = [*self._warm_flights(), *reversed(self.buckets)]
+        decoding = [*self._warm_flights(), *reversed(self.buckets.sizes)]
         if self.verifying is not None:
-            sizes = (self.decode_sizes(batch) for batch in reversed(self.buckets))
+            sizes = (self.decode_sizes(batch) for batch in reversed(self.buckets.sizes))
             decoding = [size for of_length in zip(*sizes, strict=True) for size in of_length]
         return [*gathering, *prompts, *((size, kind) for size in decoding for kind in WARM_KINDS)]
 
@@ -165,10 +151,10 @@ class Runner:
     def _warm_flights(self) -> list[Turn]:
         """First turn of a decode step in flight for each bucket, which stands for all; the largest first."""
         stages = self.pipeline.stages
-        return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
+        return [Turn(batch, 0, None) for batch in reversed(self.buckets.sizes) if 1 < stages <= batch]
 
     def _warm(self, size: Size, kind: Kind) -> None:
-        with without_autograd(self.team.device):
+        with without_autograd(self.pipeline.team.device):
             if isinstance(size, Turn):
                 assert not self.slots.occupied, "a turn would advance them"
                 for _ in range(2):
@@ -184,14 +170,14 @@ class Runner:
                 self.graphs.replay((size, kind))
 
     def prefill(self, chunks: Sequence[PrefillChunk], copies: Copies | None = None) -> None:
-        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
+        """Write chunks of prompts into the cache, and next tokens, where `choose`, into the slots' tokens.
 
         copies  of states from snapshots before, and to snapshots afterwards
 
-        Log-probabilities, where they are asked for, go into `logprobs[slot]`, of prompts into `prompts.logprobs`.
+        Log-probabilities, where they are asked for, go into the slots', of prompts into `prompts.logprobs`.
         """
         self._enter([chunk for chunk in chunks if chunk.choose])
-        with without_autograd(self.team.device):
+        with without_autograd(self.pipeline.team.device):
             states = self.cache.states
             if copies is not None and copies.restored:
                 states.restore(self._on_device(copies.restored.values()), self._on_device(copies.restored))
@@ -205,35 +191,35 @@ class Runner:
 
     def keep_states(self, kept: Mapping[int, int]) -> None:
         """Copy states to snapshots, after a decode step: by snapshot, the batch slot."""
-        with without_autograd(self.team.device):
+        with without_autograd(self.pipeline.team.device):
             self.cache.states.save(self._on_device(kept.values()), self._on_device(kept))
 
     def _on_device(self, values: Iterable[int]) -> torch.Tensor:
-        return to_device(values, self.team.device)
+        return to_device(values, self.pipeline.team.device)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
         """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""
         if not self.pipeline.is_last:
             return
         if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
-            self.decoding.adjustments = Adjustments(self.model.lm_head, self.max_batch)
+            self.decoding.adjustments = Adjustments(self.pipeline.model.lm_head, len(self.decoding.tokens))
         if self.adjustments is not None:
             for chunk in chunks:
                 self.adjustments.enter(chunk.slot, chunk.entry)
 
     def run_empty(self, size: int | Verify) -> None:
         """Run a decode step of empty slots, without a graph; all slots are empty. Collective."""
-        with without_autograd(self.team.device), self.decoding.on_empty_slots():
+        with without_autograd(self.pipeline.team.device), self.decoding.on_empty_slots():
             self._graph_of(size).run(size, Kind.GREEDY)
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, as ``Prompts.run_padding``."""
-        with without_autograd(self.team.device):
+        with without_autograd(self.pipeline.team.device):
             self.prompts.run_padding(most)
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         """Move the tokens of slots, (from, to); call `slots.send` before the next decode step."""
-        move_rows(moves, self.tokens)
+        move_rows(moves, self.decoding.tokens)
         if self.cache.states is not None:
             self.cache.states.move(*map(self._on_device, zip(*moves, strict=True)))
         if self.verifying is not None:
@@ -265,11 +251,11 @@ class Runner:
 
         The other arguments as in `replay`.
         """
-        batch = self.bucket(slots)
-        self.largest_decode = max(self.largest_decode, batch)
+        batch = self.buckets.of(slots)
+        self.buckets.largest = max(self.buckets.largest, batch)
         if entries is not None and self._flight.takes(batch, kind, entries):
             kind = self.graphs.kind_for(Turn(batch, 0, None), kind)
-            with without_autograd(self.team.device):
+            with without_autograd(self.pipeline.team.device):
                 self._flight.run(batch, kind, arrived, cuda_graph=self.cuda_graph)
         else:
             self.settle(arrived)
@@ -283,13 +269,6 @@ class Runner:
         """
         self._flight.settle(arrived)
 
-    def bucket(self, batch: int) -> int:
-        """Size of the smallest bucket that holds `batch` slots.
-
-        While graphs are captured beside steps, of the ones up to FIRST_BATCH the smallest that has its graphs.
-        """
-        return self._open[bisect_left(self._open, batch)]
-
     def replay(self, size: int | Verify, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
@@ -299,7 +278,7 @@ class Runner:
 
         Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
-        with without_autograd(self.team.device):
+        with without_autograd(self.pipeline.team.device):
             if not self.cuda_graph:
                 self._graph_of(size).run(size, kind, between)
                 return
@@ -332,26 +311,32 @@ class Runner:
 
     def _pages(self, config: EngineConfig) -> int:
         """Number of KV pages: as many as asked for, else as a full batch can use and memory allows."""
+        model = self.pipeline.model
         if config.pages is None:
             reserved = self._graph_bytes() if config.warm_up and self.cuda_graph else 0
-            most = 1 + self.max_batch * self.slots.table.shape[1]
-            return min(most, self._affordable_pages(config, reserved))
+            drafts = 0 if self.verifying is None else self.verifying.drafter.page_bytes
+            fitting = affordable_pages(self._one_page(), config, self.pipeline.team, reserved, drafts)
+            return min(1 + self.slots.table.numel(), fitting)
         check_cache(
-            self.model.config,
-            self.model.team,
-            self.model.cache_dtype,
+            model.config,
+            model.team,
+            model.cache_dtype,
             config.pages,
-            self.decoding.page_size,
-            layers=self.model.span,
-            context_parallel=self.model.context_parallel,
+            config.page_size,
+            layers=model.span,
+            context_parallel=model.context_parallel,
         )
         return config.pages
 
+    def _one_page(self) -> PagedCache:
+        """Cache of one page and one slot, to size the cache by."""
+        return self.pipeline.model.new_cache(1, self.decoding.page_size, 1, self._most_drafts)
+
     def _allocate(self, pages: int) -> None:
         """Make the caches of the model and of the drafter."""
-        self.decoding.cache = self.model.new_cache(
-            pages, self.decoding.page_size, self.max_batch, self._most_drafts, self.snapshots
-        )
+        page_size, max_batch = self.decoding.page_size, len(self.decoding.tokens)
+        new_cache = self.pipeline.model.new_cache
+        self.decoding.cache = new_cache(pages, page_size, max_batch, self._most_drafts, self.snapshots)
         if self.verifying is not None:
             self.verifying.drafter.allocate(pages)
 
@@ -366,84 +351,13 @@ class Runner:
         The first one's includes what all share: activations of the largest chunk, and workspaces.
         """
         self._allocate(2)
-        sizes, free = self._warm_sizes(), [free_bytes(self.team.device)]
+        sizes, free = self._warm_sizes(), [free_bytes(self.pipeline.team.device)]
         for size, kind in sizes[:2]:
             self._warm(size, kind)
-            free.append(free_bytes(self.team.device))
+            free.append(free_bytes(self.pipeline.team.device))
         self.graphs.clear()
         self.prompts.forget_warm()
         self.decoding.cache = None  # its states have the size of the real one's
         first, second = (before - after for before, after in pairwise(free))
         graphs = sum(2 * self.pipeline.stages - 1 if isinstance(size, Turn) else 1 for size, _ in sizes)
         return max(0, first) + max(0, second) * (graphs - 1)
-
-    def _affordable_pages(self, config: EngineConfig, reserved: int = 0) -> int:
-        """Number of KV pages that fit on the rank with the least memory for them; equal on every rank."""
-        cache = self.model.new_cache(1, self.decoding.page_size, 1, self._most_drafts)
-        states = 0 if cache.states is None else self.max_batch * cache.states.nbytes_of_one
-        page_bytes = cache.data.nbytes
-        if cache.states is not None and config.prefix_caching:
-            states += config.state_snapshot_bytes or 0
-            page_bytes = int(page_bytes * (1 + (SNAPSHOT_SHARE if config.state_snapshot_bytes is None else 0)))
-        drafts = 0 if self.verifying is None else self.verifying.drafter.page_bytes
-        page_bytes += drafts
-        budget = VIRTUAL_CACHE_BYTES
-        if self.team.device.type == "cuda":
-            budget = cache_budget(config, *memory_of(self.team.device), reserved + states)
-        pages = min(self.team.exchange(budget // page_bytes))
-        if pages < 2 and config.gpu_memory_utilization is not None:
-            raise ValueError(
-                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves no memory for the KV cache beside weights and "
-                f"graphs; raise it, or shard the model over more ranks"
-            )
-        if pages < 2 and drafts:
-            raise ValueError(
-                f"speculative: the draft of method={config.speculative.method!r} leaves no memory for two pages of both KV "
-                f"caches; take a smaller draft or method='ngram', or shard the model over more ranks"
-            )
-        return max(2, pages)
-
-
-def _late_place(graph: tuple[Size, Kind]) -> int:
-    """Place of a graph among the late ones, which are captured from the end: the smallest batches last."""
-    size, _ = graph
-    small = not isinstance(size, Shape) and batch_of(size) <= FIRST_BATCH
-    return FIRST_BATCH + 1 - batch_of(size) if small else 0
-
-
-def first_batch(batches: Iterable[int]) -> int:
-    """The batch whose graph smaller ones share until they have theirs; 0: there is none."""
-    return max((batch for batch in batches if batch <= FIRST_BATCH), default=0)
-
-
-def batch_of(size: int | Verify | Turn) -> int:
-    return size if isinstance(size, int) else size.batch
-
-
-def first_of(sizes: Sequence[tuple[Size, Kind]]) -> list[tuple[Size, Kind]]:
-    """Graphs among ``sizes`` to capture before the engine is ready, where most are captured late.
-
-    Of one kind, which serves greedy requests too; of prompts of any lengths one shape, which holds all smaller ones; of decode
-    steps the largest batch up to FIRST_BATCH, which holds all smaller ones.
-    """
-    first = first_batch(batch_of(size) for size, _ in sizes if not isinstance(size, Shape))
-    shapes = [size for size, _ in sizes if isinstance(size, Shape) and size.tokens <= FIRST_TOKENS and not size.entries]
-    ragged = [shape for shape in shapes if shape.length is None]
-    largest = max(ragged, key=lambda shape: (shape.tokens, shape.batch), default=None)
-
-    def chosen(size: Size) -> bool:
-        if isinstance(size, Shape):
-            return size == largest or (size in shapes and size.length is not None)
-        return batch_of(size) == first
-
-    return [(size, kind) for size, kind in sizes if kind == WARM_KINDS[-1] and chosen(size)]
-
-
-def cache_budget(config: EngineConfig, free: int, whole: int, reserved: int) -> int:
-    """Bytes for the KV cache on a GPU of `whole` bytes, of which `free` are free beside the weights.
-
-    reserved  bytes for graphs and states, of the free ones
-    """
-    if (share := config.gpu_memory_utilization) is None:
-        return int((free - reserved) * config.memory_fraction)
-    return free - reserved - int(whole * (1 - share))

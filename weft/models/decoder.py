@@ -305,13 +305,13 @@ class Decoder(nn.Module):
             self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
         return names
 
-    def fill_dummy(self, seed: int = 0) -> Decoder:
+    def fill_dummy(self) -> Decoder:
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
 
         A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
         and so is another number of stages; in mode "invariant" every world size has the same model.
         """
-        fill_dummy(self.shards(), self.team, seed, whole=self.mode == "invariant")
+        fill_dummy(self.shards(), self.team, whole=self.mode == "invariant")
         return self
 
     def load_adapters(self, directories: Mapping[str, str | PathLike[str]]) -> None:

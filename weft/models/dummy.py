@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int, *, whole: bool = False) -> None:
+def fill_dummy(shards: Mapping[str, Shard], team: Team, *, whole: bool = False) -> None:
     """Fill shards by their names: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise.
 
     A rank has the same weights on every run, and all ranks the same ones of replicated shards.
@@ -26,12 +26,11 @@ def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int, *, whole: boo
     """
     if whole:
         for name, shard in shards.items():
-            shard.copy_from(whole_dummy(name, shard, team.device, seed))
+            shard.copy_from(whole_dummy(name, shard, team.device))
         return
     for index, (name, shard) in enumerate(shards.items()):
         generator = torch.Generator(team.device)
-        start = seed * 7919 + index
-        generator.manual_seed(start if shard.replicated else start * 1024 + team.rank + 1)
+        generator.manual_seed(index if shard.replicated else index * 1024 + team.rank + 1)
         for part in shard.parts if isinstance(shard, SeveralShards) else (shard,):
             _fill(name, part, generator)
 
@@ -48,10 +47,10 @@ def _fill(name: str, shard: Shard, generator: torch.Generator) -> None:
         _drawn(name, shard.target, generator)
 
 
-def whole_dummy(name: str, shard: Shard, device: torch.device, seed: int) -> torch.Tensor:
+def whole_dummy(name: str, shard: Shard, device: torch.device) -> torch.Tensor:
     """The whole tensor of a shard, by its name alone."""
     generator = torch.Generator(device)
-    generator.manual_seed(seed * 7919 + zlib.crc32(name.encode()))
+    generator.manual_seed(zlib.crc32(name.encode()))
     dtype = torch.float32 if shard.target.itemsize == 1 else shard.target.dtype
     e4m3 = shard.stored == E4M3 and not name.endswith(SCALES)
     drawn = _drawn(name, torch.empty(shard.shape, dtype=dtype, device=device), generator, e4m3=e4m3)

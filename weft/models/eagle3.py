@@ -185,9 +185,9 @@ class Eagle3(nn.Module):
         elif drafts < tokens:
             raise CheckpointError(f"{checkpoint.directory}: tensor d2t is missing; the checkpoint is not complete")
 
-    def fill_dummy(self, seed: int = 0) -> Eagle3:
+    def fill_dummy(self) -> Eagle3:
         """Fill with random weights, as of Decoder; draft ids are token ids at even distances. Returns self."""
-        fill_dummy(self.shards(), self.team, seed)
+        fill_dummy(self.shards(), self.team)
         return self
 
     def given(self, states: list[Tensor], step: Step) -> Tensor:

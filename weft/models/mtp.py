@@ -108,9 +108,9 @@ class Mtp(nn.Module):
         checkpoint.load(shards, None, weights.joined)
         return head
 
-    def fill_dummy(self, seed: int = 0) -> Mtp:
+    def fill_dummy(self) -> Mtp:
         """Fill with random weights, as of Decoder. Returns self."""
-        fill_dummy(self.shards(), self.team, seed)
+        fill_dummy(self.shards(), self.team)
         return self
 
     def given(self, states: list[Tensor], step: Step) -> Tensor:

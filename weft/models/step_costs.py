@@ -49,12 +49,12 @@ class StepCosts:
 
 
 @lru_cache
-def fitted(file: Path = FILE) -> StepCosts:
+def fitted() -> StepCosts:
     """The costs that weft ships."""
-    content = json.loads(file.read_text())
+    content = json.loads(FILE.read_text())
     return StepCosts(**{**content, "errors": tuple(content["errors"].items())})
 
 
-def write(costs: StepCosts, file: Path = FILE) -> None:
+def write(costs: StepCosts) -> None:
     content = {name: float(f"{value:.4g}") for name, value in asdict(costs).items() if name != "errors"}
-    put(file, json.dumps({**content, "errors": dict(costs.errors)}, indent=1) + "\n")
+    put(FILE, json.dumps({**content, "errors": dict(costs.errors)}, indent=1) + "\n")

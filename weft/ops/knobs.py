@@ -20,8 +20,14 @@ Near = Callable[[Any], Iterable[Any]]
 
 
 def knob(default: Any = dataclasses.MISSING, legal: Legal | None = None, near: Near | None = None) -> Any:
-    """Field of a design. legal: None: any value; near: None: a search leaves it."""
-    return dataclasses.field(default=default, metadata={"legal": legal, "near": near})
+    """Field of a design.
+
+    default  a class: made by calling it
+    legal    None: any value
+    near     None: a search leaves it
+    """
+    of_class = {"default_factory" if isinstance(default, type) else "default": default}
+    return dataclasses.field(**of_class, metadata={"legal": legal, "near": near})
 
 
 if TYPE_CHECKING:

@@ -69,6 +69,7 @@ class Op:
     internal names of designs that no caller asks for
     composed names of designs whose steps have plans of their own, so that rows of the tables have no fields
     rare     names of designs that not every call fits
+    moves_quickly  True if a quick search tries the neighbours of its designs too
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
              (``MoeShape``); "": none
@@ -97,6 +98,7 @@ class Op:
     internal: ClassVar[tuple[str, ...]] = ()
     composed: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
+    moves_quickly: ClassVar[bool] = False
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
     differs: ClassVar[Mapping[str, tuple[int, ...]]] = {}
@@ -214,8 +216,8 @@ class Op:
         return iter(())
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        """Designs with one knob of ``design`` moved; none if ``quick`` and each would be compiled."""
-        return iter(()) if quick else around(design)
+        """Designs with one knob of ``design`` moved; none if ``quick``, unless the op ``moves_quickly``."""
+        return iter(()) if quick and not self.moves_quickly else around(design)
 
     def by_rule(self, call: Call, machine: Machine) -> Any:
         """The design without rows."""

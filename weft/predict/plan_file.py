@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weft.costs.recipes import changes
 from weft.engine.config import EngineConfig
 from weft.engine.followed import OPTIONS, SIZES
-from weft.engine.graphs import decode_buckets
+from weft.engine.sizes import decode_buckets
 from weft.models.steps import layer_in, step_time
 from weft.predict.serving import Asked, Outlook, cache_reason, decode_step
 from weft.runtime.arithmetic import cdiv

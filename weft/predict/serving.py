@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.engine.config import EngineConfig, plan_cache
-from weft.engine.graphs import decode_buckets
+from weft.engine.sizes import decode_buckets
 from weft.layers.attention import check_heads
 from weft.models.config import DecoderConfig
 from weft.models.steps import Layout, StepTime, step_time

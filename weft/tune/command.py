@@ -28,6 +28,7 @@ from weft.console import (
     numbers,
     one_line_errors,
     one_of,
+    option,
     progress,
     talks,
 )
@@ -63,45 +64,29 @@ class TuneFlags(TypedFlags):
             autocompletion=complete_tuned_op,
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model whose calls are searched, in place of ops: qwen3-32b, a checkpoint directory or OWNER/NAME; keep "
-            "the results where weft generate --tune and weft serve --tune read them"
-        ),
-    ] = None
-    seconds: Annotated[float, typer.Option(help="Most seconds of the search [with --model]")] = 600.0
-    max_batch: Annotated[int, typer.Option(help="Most sequences that decode at once [with --model]")] = DEFAULTS[
-        "max_batch"
-    ]
-    max_seq_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer [with --model; default: the model's]")
-    ] = None
-    quantization: Annotated[str | None, typer.Option(help="As to weft generate [with --model]")] = None
-    tune_cache: Annotated[
-        Path | None, typer.Option(help="Folder of the results [with --model; default: ~/.cache/weft]")
-    ] = None
-    world_size: Annotated[
-        str | None, typer.Option(*WORLD_SIZE, help="Numbers of ranks, such as 2 or 2,4 [default: all GPUs]")
-    ] = None
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="Shapes, as in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
-    ] = None
-    dtype: Annotated[str, typer.Option(help="Dtype: bf16, fp16 or fp32")] = "bf16"
-    quick: Annotated[bool, typer.Option("--quick", help="Try fewer candidates in fewer rounds")] = False
-    out: Annotated[Path | None, typer.Option(help="File to write [default: weft's own, which the ops read]")] = None
-    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Search cuBLAS's algorithms only, for all GEMMs that the ops ask of cuBLAS and that have no row, and add them "
-            "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="Where ranks run: auto, cuda or sim", autocompletion=complete_device)] = (
-        "auto"
+    model: str | None = option(
+        None,
+        "Model whose calls are searched, in place of ops: qwen3-32b, a checkpoint directory or OWNER/NAME; keep "
+        "the results where weft generate --tune and weft serve --tune read them",
     )
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
+    seconds: float = option(600.0, "Most seconds of the search [with --model]")
+    max_batch: int = option(DEFAULTS["max_batch"], "Most sequences that decode at once [with --model]")
+    max_seq_len: int | None = option(None, "Most tokens of prompt and answer [with --model; default: the model's]")
+    quantization: str | None = option(None, "As to weft generate [with --model]")
+    tune_cache: Path | None = option(None, "Folder of the results [with --model; default: ~/.cache/weft]")
+    world_size: str | None = option(None, "Numbers of ranks, such as 2 or 2,4 [default: all GPUs]", *WORLD_SIZE)
+    shapes: list[str] | None = option(None, "Shapes, as in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
+    dtype: str = option("bf16", "Dtype: bf16, fp16 or fp32")
+    quick: bool = option(False, "Try fewer candidates in fewer rounds")
+    out: Path | None = option(None, "File to write [default: weft's own, which the ops read]")
+    json: Path | None = option(None, "Write the times of all candidates to this file")
+    algorithm_cache: Path | None = option(
+        None,
+        "Search cuBLAS's algorithms only, for all GEMMs that the ops ask of cuBLAS and that have no row, and add them "
+        "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read",
+    )
+    device: str = option("auto", "Where ranks run: auto, cuda or sim", autocompletion=complete_device)
+    traceback: bool = option(False, "Show the traceback of an error")
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.

@@ -27,7 +27,7 @@ def search(runner: Runner, config: EngineConfig) -> Searched | None:
     Kernels then run by these results and by the file of earlier starts. None on virtual ranks, whose times
     mean nothing.
     """
-    if runner.team.is_simulated:
+    if runner.pipeline.team.is_simulated:
         logger.info("tune: virtual ranks search nothing, since their times mean nothing")
         return None
     made = search_passes(runner, config)
@@ -39,12 +39,14 @@ def search_passes(runner: Runner, config: EngineConfig) -> Searched:
     """``search``, on virtual ranks too."""
     folder = None if config.tune_cache is None else Path(config.tune_cache)
     passes = list(passes_of(runner, config.chunk_tokens))
-    return warm_search(runner.team, passes, mixture_of(runner.model), seconds=config.tune_seconds, folder=folder)
+    return warm_search(
+        runner.pipeline.team, passes, mixture_of(runner.pipeline.model), seconds=config.tune_seconds, folder=folder
+    )
 
 
 def passes_of(runner: Runner, chunk_tokens: int) -> Iterator[Pass]:
     """Decode steps of all sizes, with drafts as configured, and prompts of up to ``chunk_tokens`` tokens."""
-    for batch in runner.buckets:
+    for batch in runner.buckets.sizes:
         for size in runner.decode_sizes(batch):
             yield Pass(f"decode {size}", batch, partial(runner.run_empty, size))
     # The largest prompts first: they take most of a long prompt's time.
@@ -53,7 +55,7 @@ def passes_of(runner: Runner, chunk_tokens: int) -> Iterator[Pass]:
 
 
 def _prompt(runner: Runner, tokens: int) -> None:
-    with without_autograd(runner.team.device):
+    with without_autograd(runner.pipeline.team.device):
         runner.prompts.run_padding_of(tokens)
 
 

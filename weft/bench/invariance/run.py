@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,7 +76,7 @@ class Result(NamedTuple):
     cost: dict[int, tuple[float, float]]
 
 
-def on_rank(team: Team, asked: Asked, say: Callable[[str], None] | None = None) -> Result:
+def on_rank(team: Team, asked: Asked) -> Result:
     """Answer the requests in each configuration and compare. Collective; all ranks have the result."""
     first = asked.configurations[0]
     longest = asked.longest + asked.new_tokens + 1
@@ -88,8 +87,6 @@ def on_rank(team: Team, asked: Asked, say: Callable[[str], None] | None = None) 
     for index, configuration in enumerate(asked.configurations):
         if index > 0:
             restart(engine, configuration.engine(asked.engine, longest))
-        if say is not None and team.rank == 0:
-            say(f"world size {team.size}: {configuration}")
         begin, some = time.perf_counter(), requests[: max(1, round(len(requests) * configuration.share))]
         if configuration.finished:
             given = one_pass(engine, some, reference)
@@ -104,7 +101,7 @@ def on_rank(team: Team, asked: Asked, say: Callable[[str], None] | None = None) 
     cost = {}
     if asked.cost:
         release(engine)
-        cost = costs(engine.model, say if team.rank == 0 else None)
+        cost = costs(engine.model)
     return Result(outcomes, reference, cost)
 
 
@@ -145,14 +142,10 @@ def one_pass(engine: Engine, requests: list[Request], reference: list[Answered])
     return given
 
 
-def costs(model: Decoder, say: Callable[[str], None] | None = None) -> dict[int, tuple[float, float]]:
+def costs(model: Decoder) -> dict[int, tuple[float, float]]:
     """Milliseconds of a decode step by batch: (in mode "auto", in this mode). Collective."""
-    default, by_batch = in_mode(model, "auto"), {}
-    for batch in COST_BATCHES:
-        if say is not None:
-            say(f"world size {model.team.size}: time of a step of {batch} sequences")
-        by_batch[batch] = step_ms(default, batch), step_ms(model, batch)
-    return by_batch
+    default = in_mode(model, "auto")
+    return {batch: (step_ms(default, batch), step_ms(model, batch)) for batch in COST_BATCHES}
 
 
 def step_ms(model: Decoder, batch: int) -> float:

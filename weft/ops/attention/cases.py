@@ -52,6 +52,11 @@ def case_of(op: str, heads: tuple[tuple[int, ...], torch.dtype], design: Any = "
     return Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items()))
 
 
+def lengths_of(batch: int, length: int) -> tuple[int, ...]:
+    """Lengths of a batch whose last sequence is a token shorter."""
+    return (length,) * (batch - 1) + (length - 1,)
+
+
 def first_seen(case: Case, length: int) -> int:
     """First token that the last of ``length`` tokens attends to."""
     window = case.field("window")
@@ -317,12 +322,12 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
     """Batches of a model's steps."""
     for heads in (QWEN, ((32, 4, 128, 64), BF16)):
         for batch, length in ((1, 128), (1, 40000), (32, 1024), (128, 128), (300, 50)):
-            yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,))
+            yield case_of(op, heads, lengths=lengths_of(batch, length))
         if op == "paged_attention":
             for batch, length in ((1, 40000), (32, 1024), (128, 129)):
-                yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), fp8=True)
+                yield case_of(op, heads, lengths=lengths_of(batch, length), fp8=True)
         for batch, length in ((1, 20000), (32, 5000)):
-            yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), window=4096)
+            yield case_of(op, heads, lengths=lengths_of(batch, length), window=4096)
 
 
 def sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) -> Iterator[Case]:

@@ -351,14 +351,14 @@ class DecodeAttention(DecodingOp):
             yield cases.case_of(self.name, cases.QWEN, design, lengths=(300, 0, 1), positions=301, **kind)
         for batch, length in ((1, 128), (1, 20000), (32, 1024), (128, 129)):
             for kind in ({"partials": 3}, {"squares": 20}):
-                lengths = (length,) * (batch - 1) + (length - 1,)
+                lengths = cases.lengths_of(batch, length)
                 yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **kind)
         for batch, length in ((1, 1024), (32, 1024), (128, 129)):  # a rank of two with Qwen3.6-27B
-            lengths = (length,) * (batch - 1) + (length - 1,)
+            lengths = cases.lengths_of(batch, length)
             yield cases.case_of(self.name, ((12, 2, 256, 64), BF16), lengths=lengths, positions=length, gate=True)
         options = {"norms": False, "bias": True, "squares": 20, "window": 4096}
         for batch, length in ((1, 20000), (32, 5000)):
-            lengths = (length,) * (batch - 1) + (length - 1,)
+            lengths = cases.lengths_of(batch, length)
             yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **options)
 
     def run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, k
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sequence_ranges import default_block_m
 from weft.ops.case import Case
-from weft.ops.knobs import around, counts, design_type, halved, knob, moved, stepped
+from weft.ops.knobs import counts, design_type, halved, knob, moved, stepped
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
@@ -49,6 +48,11 @@ class GatheredArguments(NamedTuple):
     algorithm: str
 
 
+def stages_around(blocks: KeyBlocks) -> Iterator[KeyBlocks]:
+    """Neighbours of blocks by their stages alone, since calls are few and long."""
+    return moved(blocks, num_stages=stepped()(blocks.num_stages))
+
+
 @design_type
 class Gathered:
     """Keys and values of all ranks, by copy engines; this rank's queries.
@@ -58,14 +62,14 @@ class Gathered:
     """
 
     chunks: int = knob(MAX_CHUNKS, counts(MAX_CHUNKS, ", the signals that a shard has"), halved())
-    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+    blocks: KeyBlocks = knob(KeyBlocks, near=stages_around)
 
 
 @design_type
 class Ulysses:
     """This rank's heads of all tokens, exchanged before and after. blocks: of the attention."""
 
-    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+    blocks: KeyBlocks = knob(KeyBlocks, near=stages_around)
 
 
 @design_type
@@ -202,9 +206,3 @@ class GatheredPlan(Op):
                         yield Ulysses(blocks=blocks)
                     else:
                         yield from (Gathered(chunks=chunks, blocks=blocks) for chunks in (1, base.chunks))
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
-        if quick or isinstance(design, Pipelined):
-            return
-        yield from around(design)
-        yield from moved(design, blocks=moved(design.blocks, num_stages=stepped()(design.blocks.num_stages)))

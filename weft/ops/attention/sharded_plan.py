@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, spl
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.knobs import around, design_type, halved, moved
+from weft.ops.knobs import around, design_type, halved, knob, moved
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import SHARED_BYTES
@@ -28,18 +28,23 @@ if TYPE_CHECKING:
 FEW_PAIRS = 4
 
 
+def splits_around(split: SplitKV) -> Iterable[SplitKV]:
+    """Neighbours of a way to split keys, also with more than MAX_SPLITS: contexts are long here."""
+    return dict.fromkeys((*around(split), *moved(split, splits=halved(high=128)(split.splits))))
+
+
 @design_type
 class OneKernel:
     """Attention, push and merge in one kernel, all of whose programs are resident."""
 
-    split: SplitKV = field(default_factory=SplitKV)
+    split: SplitKV = knob(SplitKV, near=splits_around)
 
 
 @design_type
 class TwoKernels:
     """Attention and push in one kernel, merge in another: any number of programs."""
 
-    split: SplitKV = field(default_factory=SplitKV)
+    split: SplitKV = knob(SplitKV, near=splits_around)
 
 
 class ShardedShape(NamedTuple):
@@ -214,8 +219,3 @@ class ShardedPlan(AttentionOp):
                         )
                         if kind is TwoKernels or self.fits(split, call, machine):
                             yield kind(split=split)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if not quick:
-            wider = moved(design.split, splits=halved(high=128)(design.split.splits))
-            yield from (type(design)(split=one) for one in dict.fromkeys((*around(design.split), *wider)))

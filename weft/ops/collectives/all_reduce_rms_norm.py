@@ -55,7 +55,7 @@ from weft.ops.collectives.collective import (
 )
 from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
-from weft.ops.collectives.space import ROW_PARTS, pushes_around
+from weft.ops.collectives.space import ROW_PARTS
 from weft.ops.collectives.tree import Tree
 from weft.ops.collectives.tree_norm import TreeThenNorm
 from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8
@@ -119,6 +119,7 @@ class AllReduceRMSNorm(Op):
     internal = ("over_nodes", "tree", "tree_then_norm")
     sizes = ("shape",)
     form = "rows"
+    moves_quickly = True
     dtypes = FLOATS
     variants = options = ("invariant", "fp8_wire")
     spans_nodes = True
@@ -184,9 +185,7 @@ class AllReduceRMSNorm(Op):
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         # A part's length is the row's, divided evenly.
-        for push in pushes_around(design.push):
-            if push.row_bytes == design.push.row_bytes:
-                yield self.designs[self.name_of(design)](push=push)
+        return (one for one in super().around(design, machine, quick) if one.push.row_bytes == design.push.row_bytes)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return 2 * math.prod(sizes) * dtype.itemsize * (world_size - 1) // world_size

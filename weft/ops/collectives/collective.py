@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +17,7 @@ from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine, add, exchange, on_lines
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes, swapped
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
-from weft.ops.knobs import design_type
+from weft.ops.knobs import design_type, knob
 from weft.ops.op import Op, is_plain
 from weft.ops.registration import as_words, check_divides
 from weft.plan.memo import MOST, generation
@@ -79,21 +78,21 @@ PLAIN_SUMS = Sums()
 class Push:
     """Kernels push tiles to the peers in one hop (weft.transport.push)."""
 
-    push: PushPlan
+    push: PushPlan = knob(near=pushes_around)
 
 
 @design_type
 class OneShot:
     """All-reduce in one hop: every rank pushes its tiles to all ranks, and sums all."""
 
-    push: PushPlan
+    push: PushPlan = knob(near=pushes_around)
 
 
 @design_type
 class TwoShot:
     """All-reduce in two hops: every rank sums its share of the tiles, and pushes the sums to all ranks."""
 
-    push: PushPlan
+    push: PushPlan = knob(near=pushes_around)
 
 
 @design_type
@@ -147,6 +146,7 @@ class Collective(Op):
     designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy, "over_nodes": OverNodes}
     sizes = ("shape",)
     form = "bytes"
+    moves_quickly = True
 
     internal = ("copy", "over_nodes")
 
@@ -254,8 +254,7 @@ class Collective(Op):
             return out
         x = x.detach()
         if isinstance(design, OverNodes):
-            self._run_over_nodes(design.node, team, x.contiguous(), out)
-            return out
+            return self._run_over_nodes(design.node, team, x.contiguous(), out)
         part = x.nbytes if self.gathers else x.nbytes // team.size
         if self.moves_bits:
             word = word_of(part)
@@ -276,13 +275,13 @@ class Collective(Op):
         """Part of ``x``, contiguous, for each of ``count`` ranks or nodes."""
         return [x] * count if self.gathers else x.chunk(count)
 
-    def _run_over_nodes(self, node: Planned, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_over_nodes(self, node: Planned, team: Team, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         parts = self.parts(x, team.shape.nodes)
-        if self.moves_bits:
-            for source, piece in swapped(team, parts, node):
-                self.run(node.design, team.node, piece, into=out.chunk(team.shape.nodes)[source])
-        else:
-            added_over_nodes(team, lambda to: self.run(node.design, team.node, parts[to]), out, node)
+        if not self.moves_bits:
+            return added_over_nodes(team, lambda to: self.run(node.design, team.node, parts[to]), node, out)
+        for source, piece in swapped(team, parts, node):
+            self.run(node.design, team.node, piece, into=out.chunk(team.shape.nodes)[source])
+        return out
 
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty(self.result_shape(x.shape, find_team(team).size))
@@ -336,10 +335,6 @@ class Collective(Op):
             elif kind in (Push, OneShot, TwoShot):
                 for push in pushes(self.transport(call, machine.world_size), quick):
                     yield kind(push=push)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, (Push, OneShot, TwoShot)):
-            yield from (replace(design, push=push) for push in pushes_around(design.push))
 
     def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:

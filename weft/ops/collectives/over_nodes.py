@@ -100,17 +100,21 @@ def swapped(team: Team, parts: Sequence[torch.Tensor], node: Planned) -> Iterato
     rail.join()
 
 
-def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: torch.Tensor, node: Planned) -> None:
-    """Compute out = sum over nodes j of node j's ``reduce(k)``, at node k.
+def added_over_nodes(
+    team: Team, reduce: Callable[[int], torch.Tensor], node: Planned, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum over nodes j of node j's ``reduce(k)``, at node k: ``into``, or a new tensor.
 
-    reduce  gives a contiguous tensor like ``out``; ``node`` is its plan
+    reduce  gives a contiguous tensor like the result; ``node`` is its plan
     order  own + the parts of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
     """
     rail, pieces, overlaps = team.rail, [], leaves_room(node)
-    received = torch.empty((rail.size - 1, out.numel()), dtype=out.dtype, device=out.device)
     for step in range(1, rail.size):
         to, source = (rail.index + step) % rail.size, (rail.index - step) % rail.size
-        pieces.append(Piece(send=reduce(to).view(-1), to=to, receive=received[step - 1], source=source))
+        part = reduce(to).view(-1)
+        if step == 1:
+            received = part.new_empty((rail.size - 1, len(part)))
+        pieces.append(Piece(send=part, to=to, receive=received[step - 1], source=source))
         if overlaps:
             rail.fork()
             rail.exchange(pieces[-1:])
@@ -119,4 +123,6 @@ def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: tor
         rail.fork()
         rail.exchange(pieces)
     rail.join()
+    out = torch.empty_like(own) if into is None else into
     add_up(own.view(-1), received, out.view(-1), team.node, None)
+    return out

@@ -7,12 +7,14 @@ M=2048 189 (lab/h200-cublas-ragged.json@cd3ccc0; benchmarks/lab/cublas.py --ragg
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
-from weft.ops.knobs import design_type
+from weft.ops.knobs import design_type, knob, moved
 from weft.ops.local import capabilities_of
 from weft.plan import algorithms, table
 from weft.plan.memo import once, remembered
@@ -22,12 +24,22 @@ from weft.runtime.capabilities import Capabilities
 from weft.runtime.cublaslt import Algorithm
 from weft.runtime.recording import gemm_span
 
+# Neighbours of an algorithm that a search tries.
+CLUSTERS, CUSTOMS = (2, 3, 4, 5, 6, 8), range(10)
+
+
+def algorithms_around(algorithm: Algorithm | None) -> Iterable[Algorithm]:
+    """Neighbours of an algorithm of cuBLAS."""
+    if algorithm is None:
+        return ()
+    return moved(algorithm, cluster=CLUSTERS, custom=CUSTOMS, swizzle=(0, 1))
+
 
 @design_type
 class Cublas:
     """GEMM by cuBLAS. algorithm: found by a search; None: torch.mm's choice."""
 
-    algorithm: Algorithm | None = None
+    algorithm: Algorithm | None = knob(None, near=algorithms_around)
 
 
 def run(

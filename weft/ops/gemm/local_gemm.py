@@ -17,7 +17,7 @@ from weft.ops.case import Case, Draw, Inputs, agreed, format_of
 from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, sliced, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product
-from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
+from weft.ops.gemm.sliced import COLUMN_SLICES
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.local import capabilities_of
 from weft.ops.op import registered
@@ -72,10 +72,7 @@ class LocalGemm(GemmOp):
             yield from space.small_m_tiles(base, call, machine.caps, self.gated, quick)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Cublas):
-            yield from space.algorithms_around(design)
-        elif not isinstance(design, Sliced):
-            yield from super().around(design, machine, quick)
+        return super().around(design, machine, quick and not isinstance(design, Cublas))
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """The operands, and for a deferred RMS scale the squares of a's rows in four parts."""

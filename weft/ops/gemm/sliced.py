@@ -23,10 +23,10 @@ from weft.kernels.fp8 import COLUMNS, Fp8
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import ScaledMatrix, descriptor_or_self, row_stride
-from weft.kernels.slices import SLICES, as_node, joined, node_of, shape_free_dots
+from weft.kernels.slices import as_node, joined, node_of, shape_free_dots
 from weft.ops.gemm.fp8_operands import columns_of, described, quantized_for
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.knobs import design_type, halved, knob, powers, stepped
+from weft.ops.knobs import design_type, knob, powers
 from weft.ops.local import capabilities_of, compiler_options
 from weft.ops.registration import HALVES
 from weft.plan.planned import Planned
@@ -55,9 +55,9 @@ class Sliced:
 
     block_m: int = knob(legal=powers(64))
     block_n: int = knob(legal=powers(16))
-    programs: int = knob(1, powers(), halved(1, SLICES))
-    num_warps: int = knob(4, near=halved(4, 8))
-    num_stages: int = knob(4, near=stepped(2))
+    programs: int = knob(1, powers())
+    num_warps: int = 4
+    num_stages: int = 4
 
 
 def default_sliced(M: int, N: int, slices: int, caps: Capabilities, *, gated: bool = False) -> Sliced:

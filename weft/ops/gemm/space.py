@@ -11,7 +11,6 @@ import torch
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.small_m_rule import MAX_PARTIALS, MAX_PARTIALS_LEFT, SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.knobs import moved
 from weft.runtime import cublaslt
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.cublaslt import Algorithm
@@ -48,7 +47,6 @@ KNOWN_ALGORITHMS = tuple(
         (248, 5, 7, 0),
     )
 )  # fmt: skip
-CLUSTERS, CUSTOMS = (2, 3, 4, 5, 6, 8), range(10)
 
 
 def tiles(base: Tile, rows: int, dtype: torch.dtype, caps: Capabilities, quick: bool) -> Iterator[Tile]:
@@ -81,13 +79,6 @@ def algorithms(call: GemmCall, quick: bool) -> Iterator[Cublas]:
     named = cublaslt.algorithms(call.M, call.N, call.K, call.dtype)
     for algorithm in (*named, *(KNOWN_ALGORITHMS if named and not quick else ())):
         yield Cublas(algorithm=algorithm)
-
-
-def algorithms_around(design: Cublas) -> Iterator[Cublas]:
-    """Neighbours of an algorithm of cuBLAS."""
-    if design.algorithm is not None:
-        for algorithm in moved(design.algorithm, cluster=CLUSTERS, custom=CUSTOMS, swizzle=(0, 1)):
-            yield Cublas(algorithm=algorithm)
 
 
 def small_m_tiles(base: SmallM, call: GemmCall, caps: Capabilities, gated: bool, quick: bool) -> Iterator[SmallM]:

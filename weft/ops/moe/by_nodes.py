@@ -211,6 +211,4 @@ def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> to
         summand = moe_sum(results, Routing(ids, weights), given.experts, **beside)
         return REDUCE_SCATTER.run(design.node.design, team.node, summand)
 
-    out = y.new_empty((rows // team.size, H))
-    added_over_nodes(team, of, out, design.node)
-    return out[: given.tokens]
+    return added_over_nodes(team, of, design.node)[: given.tokens]

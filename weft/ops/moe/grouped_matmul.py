@@ -13,7 +13,6 @@ from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8, RowFormat, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.gemm.sliced import step_of
-from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, machine_on
 from weft.ops.moe.choices import common, draw_ids, experts_of
@@ -137,10 +136,6 @@ class GroupedOp(MoeOp):
         if isinstance(base, FourBitTiles):
             return four_bit_tiles(base, self.gated)
         return tiles(base, call, machine.caps, quick, self.gated)
-
-    def around(self, design: Tiles, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
-        if not quick:
-            yield from around(design)
 
     def run(self, design: Tiles, team: None, given: GroupedArguments) -> torch.Tensor:
         """The op of checked arguments."""

@@ -20,7 +20,7 @@ from weft.costs.predicted import FUSED_LOGITS as MOST_LOGITS
 from weft.kernels.operands import row_stride, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm.matmul import matmul
-from weft.ops.knobs import around, counts, design_type, halved, knob, powers, stepped
+from weft.ops.knobs import counts, design_type, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, check_like, machine_on
 from weft.ops.moe.check import needs_gradients
 from weft.ops.moe.choices import experts_of, schedule_by_torch
@@ -226,6 +226,7 @@ class MatmulRouteSchedule(MoeOp):
     rare = ("fused", "split")
     pinned = slice(1, None)
     collective = False
+    moves_quickly = True
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -279,9 +280,6 @@ class MatmulRouteSchedule(MoeOp):
             for parts in (4, 8, 16) if isinstance(base, RouterParts) and not quick else ():
                 for rows_of in (16, 32):
                     yield replace(base, parts=parts, rows_of=rows_of)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from around(design)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

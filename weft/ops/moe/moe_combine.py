@@ -201,9 +201,7 @@ class MoeCombine(ExchangeOp):
             part = given._replace(y=rows[node], ids=ids[node], weights=weights[node], experts=of_node, tokens=most)
             return self.run(design.node.design, team.node, part)
 
-        out = given.y.new_empty((most, given.y.shape[1]))
-        added_over_nodes(team, of, out, design.node)
-        return out
+        return added_over_nodes(team, of, design.node)
 
     def forward(self, given: CombineArguments) -> torch.Tensor:
         team = find_team(given.team)

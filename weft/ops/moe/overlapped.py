@@ -14,7 +14,6 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.fp8 import E4M3, RowFormat, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case
-from weft.ops.knobs import around
 from weft.ops.moe.exchange.exchange_op import TokensOp, channel_of, rows_sent
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped.rule import tiles
@@ -178,8 +177,7 @@ class OverlappedOp(TokensOp):
             yield replace(base, tiles=one)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, self.designs[self.overlapped]):
-            yield from (one for one in around(design) if not quick or one.tiles == design.tiles)
+        return (one for one in super().around(design, machine) if not quick or one.tiles == design.tiles)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 

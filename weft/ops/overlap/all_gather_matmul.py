@@ -213,7 +213,11 @@ class AllGatherMatmul(Overlapped):
             _run_sequential(design, team, shard, bs, results, local_first)
             return results
         if isinstance(design, OverNodes):
-            self._run_over_nodes(design, team, shard, bs, results)
+            # node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
+            # rail      | own shard to k+1, from k-1 | to k+2, from k-2 |
+            for node, piece in swapped(team, [shard] * team.shape.nodes, design.node):
+                of_node = [result.chunk(team.shape.nodes)[node] for result in results]
+                self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=of_node)
             return results
         rows = with_scales(quantized(shard, bs[0]), bs[0])
         gathered = _run_pipelined(design, team, rows, bs, results[: len(bs)], local_first)
@@ -223,24 +227,6 @@ class AllGatherMatmul(Overlapped):
             panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard.detach()
             torch.cat(panels, out=results[-1])
         return results
-
-    def _run_over_nodes(
-        self,
-        design: OverNodes,
-        team: Team,
-        shard: torch.Tensor,
-        bs: Sequence[torch.Tensor],
-        results: list[torch.Tensor],
-    ) -> None:
-        """Run the op of the node for the rows of each node: this node's while the other nodes' cross.
-
-        node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
-        rail      | own shard to k+1, from k-1 | to k+2, from k-2 |
-        """
-        nodes, gathers = team.shape.nodes, len(results) > len(bs)
-        for node, piece in swapped(team, [shard] * nodes, design.node):
-            into = [result.chunk(nodes)[node] for result in results]
-            self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=into)
 
     def planned(
         self,

@@ -220,16 +220,13 @@ class MatmulReduceScatter(Overlapped):
                 partial = partial.roll(team.rank * (a.shape[0] // team.size), 0)
             return REDUCE_SCATTER.run(design.collective.design, team, partial, into)
         M = a.shape[0]
-        out = torch.empty((M // team.size, b.shape[0]), dtype=a.dtype, device=a.device) if into is None else into
         if isinstance(design, OverNodes):
             # Other nodes' rows first: their sums cross while the node's own rows are computed.
-            nodes = team.shape.nodes
-
             def of_node(node: int) -> torch.Tensor:
-                return self.run(design.node.design, team.node, rows_at(a, rows_of(node, M, nodes)), b)
+                return self.run(design.node.design, team.node, rows_at(a, rows_of(node, M, team.shape.nodes)), b)
 
-            added_over_nodes(team, of_node, out, design.node)
-            return out
+            return added_over_nodes(team, of_node, design.node, into)
+        out = torch.empty((M // team.size, b.shape[0]), dtype=a.dtype, device=a.device) if into is None else into
         if isinstance(design, Fused):
             fused_reduce.run(self.name, design, team, (a, b), out, local_first=local_first)
         else:

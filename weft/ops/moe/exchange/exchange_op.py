@@ -21,7 +21,7 @@ from weft.costs.choice import least
 from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.knobs import around, design_type, halved, knob, powers
+from weft.ops.knobs import design_type, halved, knob, powers
 from weft.ops.moe.choices import draw_ids
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Routing
@@ -251,6 +251,7 @@ class ExchangeOp(TokensOp):
 
     flag: ClassVar[str]
     sizes = ("max_tokens", "k", "H")
+    moves_quickly = True
     pinned = slice(1, None)  # choices decide how many rows a rank needs, the width which designs can send them
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
@@ -306,9 +307,6 @@ class ExchangeOp(TokensOp):
         pushes = QUICK_PUSHES if quick else PUSHES
         for chunk, block, num_warps in pushes:
             yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from around(design)
 
     def exchange_cases(self) -> Iterator[Case]:
         """Cases that both ops have, with each design that a caller can ask for."""

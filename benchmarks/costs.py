@@ -64,12 +64,12 @@ GROUPS = {
     "attention": ("sharded_decode_attention",),
     "fp8": (*DENSE, "matmul_silu_mul"),
     "fp8_experts": EXPERTS,
-    "mxfp4": ("matmul", "grouped_matmul_silu_mul"),
+    "mxfp4": ("matmul", "grouped_matmul_silu_mul", "grouped_matmul"),
     "int4": ("matmul",),
 }
 FORMS = {"fp8": FP8_VARIANTS, "fp8_experts": FP8_VARIANTS, "mxfp4": ("four_bit",), "int4": ("int4",)}
 # (hidden, features) of the experts of Qwen3-30B-A3B.
-QWEN = (2048, 768)
+QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 # (experts, hidden) of routers.
 ROUTERS = {"qwen3-30b-a3b": (128, 2048), "deepseek-v3": (256, 7168)}
 FP8_GEMMS = {"gate_up": "grouped_matmul_silu_mul", "down": "grouped_matmul"}
@@ -238,20 +238,19 @@ def _quantized() -> Iterator[Row]:
     for name in ("h200-fp8-gemm", "h200-four-bit-gemm"):
         for row in _lab_rows(name):
             kernel, _, form = row["provider"].partition(" ")
-            # With 128 rows plans convert MXFP4 before the GEMM; those of that day did not.
-            planned = "cublas" if (form, row.get("M")) == ("mxfp4", 128) else "auto"
-            if kernel == planned and form in variants:
+            if kernel == "auto" and form in variants:
                 gated = row.get("gated", False)
                 yield Row(
                     op="matmul_silu_mul" if gated else "matmul", variant=variants[form], us=row["us"],
                     shape=(row["M"], row["N"] // (2 if gated else 1), row["K"]), source=name, **here,
                 )  # fmt: skip
-    # Of one of two ranks.
+    # Of Qwen3 one of two ranks' experts; swept rows name their design.
     for row in _lab_rows("h200-four-bit-gemm", "experts"):
-        if row["provider"] == "experts mxfp4":
+        if row["provider"] == "mxfp4" and "design" not in row:
+            sizes = (8, 128, 64, *QWEN) if row["model"] == "qwen3-30b-a3b" else (4, 128, 128, *GPT_OSS)
             yield Row(
-                op="grouped_matmul_silu_mul", variant="four_bit", shape=(row["T"], 8, 128, 64, *QWEN), us=row["us"],
-                source="h200-four-bit-gemm", **here,
+                op="grouped_matmul_silu_mul" if row["gated"] else "grouped_matmul", variant="four_bit",
+                shape=(row["T"], *sizes), us=row["us"], source="h200-four-bit-gemm", **here,
             )  # fmt: skip
 
 

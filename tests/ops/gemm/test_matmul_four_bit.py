@@ -244,8 +244,8 @@ def test_there_is_no_backward():
 def test_which_design_a_4_bit_weight_gets():
     for op, M, name in (
         (MATMUL, 1, "small_m"),
-        (MATMUL, 64, "small_m"),
-        (MATMUL, 65, "cublas"),
+        (MATMUL, 128, "small_m"),
+        (MATMUL, 129, "cublas"),
         (MATMUL_SILU_MUL, 4096, "cublas"),
     ):
         planned = op.plan(GemmCall(M, 25600, 5120, BF16, four_bit="mxfp4"), machine(H200, 1))
@@ -278,8 +278,8 @@ def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, fo
     assert product in ptx and ".f32.bf16.bf16" in ptx and "cp.async.bulk.tensor" in ptx
     assert kernel.metadata.shared <= SHARED["sm_90"]
     assert stack_bytes(kernel, tmp_path) == 0
-    # Through shared memory each thread would store 128 numbers of the weight.
-    assert ptx.count("st.shared") <= 24
+    # Through shared memory each thread would store 128 numbers of the weight. Results pass through it.
+    assert ptx.count("st.shared") <= (40 if design.block_m == 128 else 24)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -31,9 +31,13 @@ MAX_ROWS = 64
 # (benchmarks/fp8_gemm.py). Gated ones had tiles of 128 rows too: steps of 128 sequences of Qwen3-32B took four H200s 38 us a
 # layer more than predicted (results/h200-x4-fp8); cuBLAS takes 24.8 us for that weight (lab/h200-fp8-gemm-w4.json).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
-# Rows up to which a 4-bit weight is converted in the GEMM, which waits for the conversions. One H200, 25600x5120, in brackets
-# with the weight converted before: MXFP4 64 rows 133 us (120 + 79), 128 rows 212 (187); int4 128 rows 172 (185).
-MAX_MXFP4_ROWS, MAX_INT4_ROWS = 64, 128
+# Rows up to which a 4-bit weight is converted in the GEMM, in place of before it. One H200: MXFP4 of 14336x4096, 118 rows 54 us,
+# converted before 83; int4 of 25600x5120, 64 rows 93 us and 185, 128 rows 234 and 182.
+MAX_MXFP4_ROWS, MAX_INT4_ROWS = 128, 64
+# Numbers of a weight below which that pays up to 32 rows alone: 512x1536 gated, 48 rows 18 us, converted before 11.
+LEAST_FOUR_BIT_WEIGHT = 2 << 20
+# Least blocks along K of a partial sum with a 4-bit weight, and so many that twice as many programs pay.
+LEAST_STEPS_OF_FOUR_BIT, MANY_STEPS = 4, 48
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
@@ -111,11 +115,10 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
         return _fp8_rule(call, caps, gated)
     if call.four_bit:
         most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
-        if most < M:
-            return (
-                False,
-                f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM",
-            )
+        if M > most:
+            return False, f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM"
+        if M > 32 and K * N * (2 if gated else 1) < LEAST_FOUR_BIT_WEIGHT:
+            return False, f"M={M}, N={N} K={K}: a weight too small to be what takes the time is converted to 16 bits"
         return True, f"M={M} <= {most}: the weight is read in 4 bits"
     if call.dtype not in HALVES:
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"
@@ -203,23 +206,42 @@ def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int) -
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with a 4-bit weight. Tiles of other sizes took as long on one H200.
+    """``default_small_m`` with a 4-bit weight, by what was fastest for unseen shapes of 60 models on one H200.
 
-    Transposed: tensor instructions take their first operand from registers, where its numbers are made.
+    Transposed: tensor instructions take their first operand from registers, where its numbers are made. Wide tiles make numbers
+    for more rows, and pay where there are enough of them.
     """
-    block_m = max(16, min(128, next_power_of_2(call.M)))
-    block_n = _columns_of(call, block_m, gated)
+    block_m, steps = max(16, min(128, next_power_of_2(call.M))), cdiv(call.K, 128)
+    wide = block_m == 128 or block_m == 64 and 2 * cdiv(call.N, 128) >= 3 * caps.sms
+    block_n = 128 if wide and not (gated or call.partials) else 64
     most = MAX_PARTIALS_LEFT if call.partials or block_m == 128 else MAX_PARTIALS
-    programs = _of_ten(block_n) * caps.sms // 10
-    tiles, steps = cdiv(call.M, block_m) * cdiv(call.N, block_n), cdiv(call.K, 128)
+    tiles = cdiv(call.M, block_m) * cdiv(call.N, block_n)
+    partials = max(1, min(_four_bit_partials(tiles, steps, block_m, caps, gated), steps // LEAST_STEPS_OF_FOUR_BIT, most))
+    deep = block_m <= 32 and steps >= 2 * LEAST_STEPS_OF_FOUR_BIT * partials
     return SmallM(
         block_m=block_m,
         block_n=block_n,
-        block_k=256 if block_m <= 32 else 128,
+        block_k=256 if deep else 128,
         transposed=True,
-        num_stages=3 if block_m <= 32 else 4,
-        partials=max(1, min(programs // tiles, steps // LEAST_STEPS, most)),
+        num_stages=3 if deep else 4,
+        partials=partials,
     )
+
+
+def _four_bit_partials(tiles: int, steps: int, block_m: int, caps: Capabilities, gated: bool) -> int:
+    """Programs that share each of ``tiles`` tiles of ``steps`` blocks along K.
+
+    Two programs an SM, or three of few rows with gate and up; four where each still has many steps. More tiles than that: two
+    a tile where their last round is shorter.
+    """
+    if block_m == 128:
+        return caps.sms // tiles
+    of_sm = 3 if gated and block_m == 16 else 2
+    partials = of_sm * caps.sms // tiles
+    if partials > 0:
+        return 2 * partials if not gated and block_m <= 32 and steps >= MANY_STEPS * partials else partials
+    programs = (of_sm if gated or block_m == 64 else 4 if block_m == 16 else 3) * caps.sms
+    return 2 if cdiv(2 * tiles, programs) < 2 * cdiv(tiles, programs) else 1
 
 
 def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> SmallM:

@@ -40,8 +40,8 @@ class FourBit(NamedTuple):
     data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: of 128 columns bytes 2 i and 2 i + 1 have columns i,
              32 + i, 64 + i and 96 + i, the first ones in their low halves; halves of columns from K on are 0
     scales   [rows, ceil(K / g)] for groups of g columns, a power of two from 2 to 128; [rows, 1] for whole rows.
-             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4. Rows may be apart: kernels are faster where
-             rows of MXFP4 begin on 4 bytes (``in_words``)
+             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4. Kernels are faster where rows of MXFP4 begin
+             on 4 bytes, with zeros between them (``in_words``)
     columns  K
     zeros    uint8 of the shape of ``scales``: zero points of int4, 0 .. 15; None: 8
     """
@@ -100,7 +100,7 @@ def unpacked(data: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def in_words(scales: torch.Tensor) -> torch.Tensor:
-    """MXFP4's ``scales`` with rows that begin on 4 bytes."""
+    """MXFP4's ``scales`` with rows that begin on 4 bytes, zeros between them."""
     padding = -scales.shape[-1] % SCALE_BYTES
     if padding == 0:
         return scales.contiguous()

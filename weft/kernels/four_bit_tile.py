@@ -54,7 +54,9 @@ def grid_of(weight: FourBit) -> Grid:
     """Kernel argument ``grid`` of a weight, or of the rows of all experts."""
     scales = weight.scales.flatten(0, -2)
     (rows, count), row = scales.shape, scales.stride(0) if len(scales) > 1 else scales.shape[1]
-    if weight.is_mxfp4 and weight.group == MX_GROUP and row % SCALE_BYTES == 0 and scales.data_ptr() % SCALE_BYTES == 0:
+    # Rows further apart may have anything between them.
+    in_words = row == cdiv(count, SCALE_BYTES) * SCALE_BYTES and scales.data_ptr() % SCALE_BYTES == 0
+    if weight.is_mxfp4 and weight.group == MX_GROUP and in_words:
         words = scales.as_strided((rows, row), (row, 1)).view(torch.int32)
         return Grid(words, words, row // SCALE_BYTES, *map(tl.constexpr, (MX_GROUP, False, True)))
     zeros = scales if weight.zeros is None else weight.zeros.flatten(0, -2)
@@ -65,7 +67,7 @@ def grid_of(weight: FourBit) -> Grid:
 
 @triton.jit
 def of_quarter(source, grid, rows, k, K):
-    """Values of ``source`` for columns k .. k + QUARTER - 1, [rows, QUARTER], or [rows, 1] if they are equal.
+    """Values of ``source`` for the QUARTER columns from k on, [rows, QUARTER] or if equal [rows, 1].
 
     0 from column K on.
     """
@@ -112,7 +114,11 @@ def scaled_e2m1(words, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl.constexpr):
-    """The weight [rows, QUARTER] of columns k + PLACE * QUARTER on, of a block's ``words`` [rows, QUARTER]."""
+    """The weight [rows, QUARTER] from column k + PLACE * QUARTER on, of ``words`` of a block from k on.
+
+    words     [rows, QUARTER]
+    of_block  [rows] words of the block's scales, if grid.in_words
+    """
     k += PLACE * QUARTER
     if grid.in_words:
         return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, dtype)
@@ -130,13 +136,16 @@ def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl
 
 @triton.jit
 def side_by_side(left, right):
-    """[rows, 2 n] of two blocks [rows, n]. Threads keep what they have: a wide dot needs no shared memory for it."""
+    """[rows, 2 n] of two blocks [rows, n], as views: each thread keeps the elements that it has."""
     return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 
 @triton.jit
 def block_of(words, scales, grid, rows, k, K, dtype: tl.constexpr):
-    """The weight [rows, COLUMNS] of a block from column k on, of its ``words``, and its ``scales`` if they are in words."""
+    """The weight [rows, COLUMNS] of a block from column k on.
+
+    words   [rows, QUARTER]; scales: [rows] words, if grid.in_words
+    """
     first = quarter_of(words, scales, 0, grid, rows, k, K, dtype)
     second = quarter_of(words, scales, 1, grid, rows, k, K, dtype)
     third = quarter_of(words, scales, 2, grid, rows, k, K, dtype)
@@ -146,11 +155,13 @@ def block_of(words, scales, grid, rows, k, K, dtype: tl.constexpr):
 
 @triton.jit
 def weight_of(words, grid, rows, k, K, dtype: tl.constexpr):
-    """The weight [rows, COLUMNS or 2 COLUMNS] from column k on, of ``words``, a quarter as wide.
+    """The weight [rows, COLUMNS or 2 COLUMNS] from column k on.
 
-    rows  numbers of its rows, which the weight has: of a ragged tile the last one again
+    words  [rows, QUARTER or 2 QUARTER]
+    rows   numbers of rows that the weight has: of a ragged tile the last one again
 
-    Scales in words are loaded with copies that run ahead as those of ``words`` do, if at least as many as threads.
+    Triton copies the scales of two blocks ahead, as it does ``words``. Those of one block, fewer than threads, each thread
+    would copy for all threads of its row: 64 rows take longer.
     """
     if words.shape[1] == QUARTER:
         scales = rows

@@ -116,7 +116,10 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     if call.four_bit:
         most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
         if M > most:
-            return False, f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM"
+            return (
+                False,
+                f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM",
+            )
         if M > 32 and K * N * (2 if gated else 1) < LEAST_FOUR_BIT_WEIGHT:
             return False, f"M={M}, N={N} K={K}: a weight too small to be what takes the time is converted to 16 bits"
         return True, f"M={M} <= {most}: the weight is read in 4 bits"
@@ -216,7 +219,9 @@ def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM
     block_n = 128 if wide and not (gated or call.partials) else 64
     most = MAX_PARTIALS_LEFT if call.partials or block_m == 128 else MAX_PARTIALS
     tiles = cdiv(call.M, block_m) * cdiv(call.N, block_n)
-    partials = max(1, min(_four_bit_partials(tiles, steps, block_m, caps, gated), steps // LEAST_STEPS_OF_FOUR_BIT, most))
+    partials = max(
+        1, min(_four_bit_partials(tiles, steps, block_m, caps, gated), steps // LEAST_STEPS_OF_FOUR_BIT, most)
+    )
     deep = block_m <= 32 and steps >= 2 * LEAST_STEPS_OF_FOUR_BIT * partials
     return SmallM(
         block_m=block_m,

@@ -188,9 +188,9 @@ def weight_of(words, grid, rows, k, K, dtype: tl.constexpr):
 def four_bit_tile(
     x, weight, grid, N, K, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr
 ):
-    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1 of block.k columns; the same twice unless GATED.
+    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
 
-    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
+    A step is block.k columns. Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
     x       descriptor over [M, K]; weight: over int16 words of [N, K], or of [2 N, K] if GATED
     grid    ``Grid``
     """

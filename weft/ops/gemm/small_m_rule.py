@@ -31,12 +31,12 @@ MAX_ROWS = 64
 # (benchmarks/fp8_gemm.py). Gated ones had tiles of 128 rows too: steps of 128 sequences of Qwen3-32B took four H200s 38 us a
 # layer more than predicted (results/h200-x4-fp8); cuBLAS takes 24.8 us for that weight (lab/h200-fp8-gemm-w4.json).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
-# Rows up to which a 4-bit weight is converted in the GEMM, in place of before it. One H200: MXFP4 of 14336x4096, 118 rows 54 us,
-# converted before 83; int4 of 25600x5120, 64 rows 93 us and 185, 128 rows 234 and 182.
+# Rows up to which a 4-bit weight is converted in the GEMM, in place of before it. One H200: MXFP4 of 14336x4096, 118 rows 54
+# us, converted before 83; int4 of 25600x5120, 64 rows 93 us and 185, 128 rows 234 and 182.
 MAX_MXFP4_ROWS, MAX_INT4_ROWS = 128, 64
 # Numbers of a weight below which that pays up to 32 rows alone: 512x1536 gated, 48 rows 18 us, converted before 11.
 LEAST_FOUR_BIT_WEIGHT = 2 << 20
-# Least blocks along K of a partial sum with a 4-bit weight, and so many that twice as many programs pay.
+# Blocks along K of a partial sum with a 4-bit weight: the least, and the least from which twice as many programs pay.
 LEAST_STEPS_OF_FOUR_BIT, MANY_STEPS = 4, 48
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
@@ -115,7 +115,7 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
         return _fp8_rule(call, caps, gated)
     if call.four_bit:
         most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
-        if M > most:
+        if most < M:
             return (
                 False,
                 f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM",
@@ -209,7 +209,7 @@ def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int) -
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with a 4-bit weight, by what was fastest for unseen shapes of 60 models on one H200.
+    """``default_small_m`` with a 4-bit weight, by the fastest tiles of 60 unseen shapes on one H200.
 
     Transposed: tensor instructions take their first operand from registers, where its numbers are made. Wide tiles make numbers
     for more rows, and pay where there are enough of them.

@@ -190,9 +190,9 @@ def four_bit_tile(
 ):
     """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
 
-    A step is block.k columns. Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
+    Each is [block.m, block.n]; if TRANSPOSED, its transpose. A step is block.k columns.
     x       descriptor over [M, K]; weight: over int16 words of [N, K], or of [2 N, K] if GATED
-    grid    ``Grid``
+    grid    ``Grid``; block: ``Block`` of the small-M kernel
     """
     BLOCK_N: tl.constexpr = block.m if TRANSPOSED else block.n
     acc = tl.zeros((block.m, block.n), dtype=tl.float32)

@@ -93,7 +93,7 @@ def fixed_tiles_for(op: str, call: GroupedCall, caps: Capabilities, *, gated: bo
 
 
 def four_bit_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> FourBitTiles:
-    """64 rows of the weight by the pairs of a tile, if gated of gate's and of up's each, in steps of two blocks.
+    """64 rows of the weight by the pairs of a tile, if gated of gate and of up, in steps of two blocks.
 
     MXFP4 of gpt-oss-120b on one H200, 1 and 32 tokens: gated 36 and 398 us, the second GEMM 18 and 195; in steps of one block
     48 and 484, 23 and 233. Few pairs, gated: 32 rows of gate and of up in one product, for twice as many programs, 33 us.

@@ -1,6 +1,6 @@
 """Times of GEMMs with weights in 4 bits on one GPU: cuBLAS in bf16, weft by its plan and other designs, the conversion.
 
-    python -m benchmarks.four_bit_gemm OUT.json [--seconds 25]
+    python -m benchmarks.four_bit_gemm OUT.json [--seconds 45] [--experts 40] [--sweep]
 
 Weights are cold (more copies than the L2 holds), in CUDA graphs; each result is compared with the dequantized product before it
 is timed. The built-in model then adds in both formats, in graphs.
@@ -70,7 +70,7 @@ def compile_one(job: tuple[SmallM, int]) -> None:
     by_design(design, ScaledMatrix(x), weight)
 
 
-def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Iterator[dict[str, Any]]:
+def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float, sweep: bool) -> Iterator[dict[str, Any]]:
     first = weights["mxfp4"][0]
     N, K = first.shape
     x = torch.randn(M, K, device="cuda", generator=torch.Generator("cuda").manual_seed(M)).bfloat16()
@@ -89,7 +89,7 @@ def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Itera
                 yield {"provider": f"{name} {form}", **run}
     reference = x.double() @ first.dequantized(torch.bfloat16).double().t()
     seen: set[SmallM] = set()
-    for design in designs(M, N, K) if (M, N, K) in SWEPT else ():
+    for design in designs(M, N, K) if sweep and (M, N, K) in SWEPT else ():
         if design in seen or time.monotonic() > deadline:
             continue
         seen.add(design)
@@ -153,7 +153,7 @@ def expert_arguments(of: Mixture, weight: Any, T: int, gated: bool) -> GroupedAr
     return GroupedArguments.of(x.bfloat16(), weight, schedule, gated)
 
 
-def experts(deadline: float) -> Iterator[dict[str, Any]]:
+def experts(deadline: float, sweep: bool) -> Iterator[dict[str, Any]]:
     """Times of experts' GEMMs with weights in bf16 and in MXFP4, by the plan and by other tiles."""
     for (name, of), gated in itertools.product(MIXTURES.items(), (True, False)):
         rows, columns = (2 * of.N, of.K) if gated else (of.K, of.N)
@@ -171,9 +171,9 @@ def experts(deadline: float) -> Iterator[dict[str, Any]]:
             if time.monotonic() > deadline:
                 return
             given = expert_arguments(of, wide[0], T, gated)
-            sweep = T in SWEPT_TOKENS and name == "gpt-oss-120b"
+            here = sweep and T in SWEPT_TOKENS and name == "gpt-oss-120b"
             at = {"model": name, "gated": gated, "T": T, "pairs": int(given.schedule.counts.sum())}
-            for row in times_of_experts(given, gated, {"bf16": wide, "mxfp4": weights}, at["pairs"], sweep):
+            for row in times_of_experts(given, gated, {"bf16": wide, "mxfp4": weights}, at["pairs"], here):
                 yield {**at, **row}
 
 
@@ -214,21 +214,22 @@ def sums(team: weft.Team) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=25.0, help="skip what is left after this time")
+    parser.add_argument("--seconds", type=float, default=45.0, help="skip what is left after this time")
     parser.add_argument("--experts", type=float, default=40.0, help="seconds for experts after that")
+    parser.add_argument("--sweep", action="store_true", help="time further designs too")
     options = parser.parse_args()
     start = time.monotonic()
     jobs = {
         (replace(design, partials=min(design.partials, 2)), M): None
         for N, K in SHAPES for M in ROWS
-        for at, design in enumerate(designs(M, N, K)) if at == 0 or (M, N, K) in SWEPT
+        for at, design in enumerate(designs(M, N, K)) if at == 0 or options.sweep and (M, N, K) in SWEPT
     }  # fmt: skip
     results = Rows(options.out, compiled=len(jobs))
     results.document["errors"] = compile_all(compile_one, jobs)[:8]
     of_experts = [
         (name, gated, T, number)
         for name, gated, T in itertools.product(MIXTURES, (True, False), TOKENS)
-        for number in range(SWEPT_TILES if name == "gpt-oss-120b" and T in SWEPT_TOKENS else 1)
+        for number in range(SWEPT_TILES if options.sweep and name == "gpt-oss-120b" and T in SWEPT_TOKENS else 1)
     ]
     results.document["errors"] += compile_all(compile_experts, of_experts)[:8]
     caps = capabilities_of(torch.device("cuda", 0))
@@ -248,11 +249,11 @@ def main() -> None:
             if time.monotonic() - start > options.seconds:
                 results.add({"N": N, "K": K, "M": M, "skipped": "out of time"})
                 continue
-            for row in rows_of(M, weights, start + options.seconds):
+            for row in rows_of(M, weights, start + options.seconds, options.sweep):
                 results.add({"N": N, "K": K, "M": M, **row})
         del weights
     results.document["experts"] = []
-    for row in experts(start + options.seconds + options.experts):
+    for row in experts(start + options.seconds + options.experts, options.sweep):
         print(row, flush=True)
         results.document["experts"].append(row)
         results.write()

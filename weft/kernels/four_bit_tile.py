@@ -113,16 +113,19 @@ def scaled_e2m1(words, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl.constexpr):
+def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """The weight [rows, QUARTER] from column k + PLACE * QUARTER on, of ``words`` of a block from k on.
 
     words     [rows, QUARTER]
-    of_block  [rows] words of the block's scales, if grid.in_words
+    of_block  [rows] elements of grid.scales for the block, if BLOCKS
     """
     k += PLACE * QUARTER
     if grid.in_words:
         return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, dtype)
-    scales = of_quarter(grid.scales, grid, rows, k, K)
+    if BLOCKS:
+        scales = of_block[:, None]
+    else:
+        scales = of_quarter(grid.scales, grid, rows, k, K)
     if grid.scales.dtype.element_ty == tl.uint8:
         return scaled_e2m1(words, scales, PLACE, dtype)
     # 2**23 + number, whose lowest bits are the number's.
@@ -141,15 +144,15 @@ def side_by_side(left, right):
 
 
 @triton.jit
-def block_of(words, scales, grid, rows, k, K, dtype: tl.constexpr):
+def block_of(words, scales, grid, rows, k, K, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """The weight [rows, COLUMNS] of a block from column k on.
 
-    words   [rows, QUARTER]; scales: [rows] words, if grid.in_words
+    words   [rows, QUARTER]; scales: [rows] of grid.scales if BLOCKS
     """
-    first = quarter_of(words, scales, 0, grid, rows, k, K, dtype)
-    second = quarter_of(words, scales, 1, grid, rows, k, K, dtype)
-    third = quarter_of(words, scales, 2, grid, rows, k, K, dtype)
-    fourth = quarter_of(words, scales, 3, grid, rows, k, K, dtype)
+    first = quarter_of(words, scales, 0, grid, rows, k, K, dtype, BLOCKS)
+    second = quarter_of(words, scales, 1, grid, rows, k, K, dtype, BLOCKS)
+    third = quarter_of(words, scales, 2, grid, rows, k, K, dtype, BLOCKS)
+    fourth = quarter_of(words, scales, 3, grid, rows, k, K, dtype, BLOCKS)
     return side_by_side(side_by_side(first, second), side_by_side(third, fourth))
 
 
@@ -163,24 +166,26 @@ def weight_of(words, grid, rows, k, K, dtype: tl.constexpr):
     Triton copies the scales of two blocks ahead, as it does ``words``. Those of one block, fewer than threads, each thread
     would copy for all threads of its row: 64 rows take longer.
     """
+    # A row has one element of grid.scales for a block: a scale, or a word of MXFP4's four.
+    BLOCKS: tl.constexpr = grid.in_words or grid.columns == COLUMNS
     if words.shape[1] == QUARTER:
         scales = rows
-        if grid.in_words:
+        if BLOCKS:
             at = grid.scales + rows.to(tl.int64) * grid.row + k // COLUMNS
             scales = tl.load(at, mask=k < K, other=0)
-        return block_of(words, scales, grid, rows, k, K, dtype)
+        return block_of(words, scales, grid, rows, k, K, dtype, BLOCKS)
     else:
         tl.static_assert(words.shape[1] == 2 * QUARTER, "a step along K has one block or two")
         left, right = tl.split(words.reshape(words.shape[0], 2, QUARTER).permute(0, 2, 1))
         of_left, of_right = rows, rows
-        if grid.in_words:
+        if BLOCKS:
             block = k // COLUMNS + tl.arange(0, 2)[None, :]
             at = grid.scales + rows.to(tl.int64)[:, None] * grid.row + block
             both = tl.load(at, mask=block * COLUMNS < K, other=0)
             of_left, of_right = tl.split(both)
         return side_by_side(
-            block_of(left, of_left, grid, rows, k, K, dtype),
-            block_of(right, of_right, grid, rows, k + COLUMNS, K, dtype),
+            block_of(left, of_left, grid, rows, k, K, dtype, BLOCKS),
+            block_of(right, of_right, grid, rows, k + COLUMNS, K, dtype, BLOCKS),
         )
 
 

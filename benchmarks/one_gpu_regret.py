@@ -12,8 +12,9 @@ Rows are those of ``weft bench --regret``, with the same choice in even rounds a
 - Sets of inputs after the first one are copies of it; tokens then choose other experts.
 
 Ops come one after the other, the ones that models call most first, so that a limit of seconds leaves whole ops. OUT has all
-rows so far at any time, and rows of ``--known``, which are not measured again. ``--plan`` prints what would be done, without a
-GPU.
+rows so far at any time, and rows of ``--known``: of these it measures the ones again whose plan is another design today, or
+whose regret is above ``--above`` (of a mended kernel, say), and before all other shapes. ``--plan`` prints what would be done,
+without a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -28,23 +30,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.locks import Budget, Room, claimed
+from benchmarks.regret_shapes import OPS, SEARCH, bytes_of, merged, work_of
 from weft.bench.harness import machine as sources
 from weft.bench.harness.bench import Bench, Options, free
 from weft.bench.harness.compiling import compile_only
 from weft.bench.harness.runner import started
 from weft.bench.harness.workload import Shape
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.shapes import op_of
 from weft.bench.ops.workload import OpWorkload
-from weft.bench.regret.command import RegretFlags, machine_here, workloads
 from weft.bench.regret.file import Kept, kept_of, line_of, read, summary, write
 from weft.bench.regret.measure import (
     Row,
@@ -52,7 +53,6 @@ from weft.bench.regret.measure import (
     entered,
     halves,
     leave,
-    planned,
     run_once,
     told,
     with_times,
@@ -60,90 +60,17 @@ from weft.bench.regret.measure import (
 )
 from weft.ops import warm_up
 from weft.ops.case import Inputs
-from weft.ops.gemm.cublas import Cublas
 from weft.ops.moe.moe_op import MoeShape
-from weft.ops.moe.moe_schedule import block_for
-from weft.plan.planned import Machine
 from weft.runtime.launch import launch
 from weft.runtime.team.team import Team
 
-# The most used first. moe-schedule has one design.
-OPS = (
-    "gemm", "gemm-silu", "gemm+block_fp8", "gemm-silu+block_fp8", "gemm+four_bit", "gemm-silu+four_bit",
-    "grouped-gemm-silu", "grouped-gemm", "moe-route", "paged-attention", "decode-attention", "paged-prefill-attention",
-    "grouped-gemm-silu+block_fp8", "grouped-gemm+block_fp8", "grouped-gemm-silu+four_bit", "grouped-gemm+four_bit",
-    "gemm+channel_fp8", "gemm-silu+channel_fp8", "grouped-gemm-silu+channel_fp8", "grouped-gemm+channel_fp8",
-)  # fmt: skip
 COMPILERS, MEASURERS = 14, 6
 SLOW, SECONDS = 3.0, 0.12
-# Designs besides the named ones.
-SEARCH = 3
 # Bytes of all shapes that are prepared at once, about.
 MEMORY = 112 << 30
 # Most seconds of the compilation; kernels that are left are compiled as they are measured.
 COMPILE_SECONDS = 150.0
 HEAP = 256 << 20
-
-
-class Job(NamedTuple):
-    """Design to compile at a shape."""
-
-    workload: OpWorkload
-    shape: Shape
-    design: Any
-
-
-def shapes_of(ops: Sequence[str], seed: int, here: Machine, device: str) -> list[tuple[OpWorkload, Shape]]:
-    """All shapes, op by op; of virtual ranks one or two small ones."""
-    words = {op: () if device == "cuda" else (f"{_tiny(op)}",) for op in ops}
-    made = workloads(RegretFlags(regret=True, seed=seed), words, "bf16", here)
-    return [(one, shape) for one in made for shape in one.shapes]
-
-
-def _tiny(op: str) -> str:
-    form = op_of(op).form
-    return {"gemm": "8,256,256", "moe": "5,2,4,4,256,128", "attention": "2,40,64"}[form]
-
-
-def jobs_of(every: Sequence[tuple[OpWorkload, Shape]], here: Machine) -> list[Job]:
-    """One job, at the smallest shape, for each kernel about: by op, design and what a kernel may depend on."""
-    jobs: dict[tuple, Job] = {}
-    for workload, shape in sorted(every, key=lambda one: bytes_of(*one)):
-        one = replace(workload, shapes=(shape,))
-        for _, designs, _, _ in planned(one, here, SEARCH):
-            for design in designs:
-                if not isinstance(design, Cublas) or workload.fields:
-                    jobs.setdefault((workload.name, design, *_depends(workload, shape)), Job(workload, shape, design))
-    places = {name: place for place, name in enumerate(OPS)}
-    return sorted(jobs.values(), key=lambda job: places[job.workload.name])
-
-
-def _depends(workload: OpWorkload, shape: Shape) -> tuple:
-    """Sizes of kernels, as far as a kernel may be compiled for them: by the powers of two that divide them."""
-    form, size = workload.op.form, shape.size
-    if form == "moe":
-        moe = MoeShape(*size)
-        router = (moe.experts, min(moe.tokens, 2)) if workload.op.alias == "moe-route" else ()
-        sizes = moe.hidden, moe.features
-        return (moe.k, block_for(moe.tokens * moe.k, moe.experts), *router, *(min(x & -x, 256) for x in sizes))
-    if form == "gemm":
-        return (size[0] == 1, *(min(x & -x, 256) for x in size[1:]))
-    return size[-1:]
-
-
-def bytes_of(workload: OpWorkload, shape: Shape) -> int:
-    """Bytes that a shape takes at once while it is prepared, about."""
-    size = shape.size
-    if workload.op.form == "moe":
-        moe = MoeShape(*size)
-        gates = 2 if getattr(workload.op, "gated", False) else 1
-        weights = 0 if workload.op.alias == "moe-route" else 2 * moe.experts * moe.hidden * moe.features * gates
-        return 5 * weights + 24 * moe.tokens * moe.k * max(moe.hidden, moe.features)
-    if workload.op.form == "gemm":
-        M, N, K = size
-        return 24 * M * N + 16 * N * K + 12 * M * K
-    pairs, tokens, width = size
-    return 24 * pairs * tokens * width
 
 
 # --- the processes ------------------------------------------------------------------------------------------------------
@@ -318,7 +245,7 @@ def main(options: argparse.Namespace) -> None:
         for place in range(compilers):
             processes.start("compile", place)
         try:
-            every, jobs = _given(options, known)
+            every, jobs = work_of(options, known)
             for file, made in (("shapes", every), ("jobs", jobs)):
                 (folder / "part").write_bytes(pickle.dumps(made))
                 (folder / "part").rename(folder / file)
@@ -335,12 +262,13 @@ def main(options: argparse.Namespace) -> None:
                 _watch(processes, "again", folder, known, options.out)
         finally:
             processes.end()
-            rows = [*known, *rows_in(folder)]
+            new = rows_in(folder)
+            rows = merged(known, new)
             write(options.out, rows)
             logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in sorted(folder.glob("*.log"))]
             options.out.with_suffix(".log").write_text("\n".join(logs))
     print("\n".join(summary([kept.row for kept in rows])))
-    print(f"{len(rows) - len(known)} of {len(every)} shapes in {time.time() - begin:.0f} s")
+    print(f"{len(new)} of {len(every)} shapes in {time.time() - begin:.0f} s")
 
 
 def _watch(processes: Processes, kind: str, folder: Path, known: list[Kept], out: Path) -> None:
@@ -350,21 +278,12 @@ def _watch(processes: Processes, kind: str, folder: Path, known: list[Kept], out
         time.sleep(0.3)
         if time.time() > last + 20:
             last = time.time()
-            write(out, [*known, *rows_in(folder)])
-
-
-def _given(options: argparse.Namespace, known: Sequence[Kept]) -> tuple[list[tuple[OpWorkload, Shape]], list[Job]]:
-    """(shapes without a row, jobs)."""
-    here = machine_here(1, options.plan or options.device == "sim")
-    done = {(kept.row.op, kept.row.shape) for kept in known if kept.row.us}
-    every = shapes_of(options.ops, options.seed, here, options.device)
-    every = [(replace(one, shapes=()), shape) for one, shape in every if (one.name, shape.size) not in done]
-    return every, jobs_of(every, here)
+            write(out, merged(known, rows_in(folder)))
 
 
 def show_plan(options: argparse.Namespace) -> None:
     """Print the numbers of shapes and kernels of each op."""
-    every, jobs = _given(options, [] if options.known is None else read(options.known))
+    every, jobs = work_of(options, [] if options.known is None else read(options.known))
     kernels = Counter(job.workload.name for job in jobs)
     for name, count in Counter(workload.name for workload, _ in every).items():
         most = max(bytes_of(workload, shape) for workload, shape in every if workload.name == name)
@@ -378,7 +297,10 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=530.0, help="begin nothing more after this time")
     parser.add_argument("--seed", type=int, default=54, help="of the drawn shapes")
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
-    parser.add_argument("--known", type=Path, help="file of rows, which are kept")
+    parser.add_argument("--known", type=Path, help="file of rows, kept where today's plan is theirs")
+    parser.add_argument(
+        "--above", type=float, default=math.inf, help="regret from which on a known row is measured again"
+    )
     parser.add_argument("--plan", action="store_true", help="print the numbers of shapes and kernels alone")
     parser.add_argument(
         "--processes", type=int, nargs=2, default=(COMPILERS, MEASURERS), help="that compile, and that measure"

@@ -1,21 +1,24 @@
 """Regret on one GPU: its locks, its list of kernels, its shapes; the run itself on virtual ranks."""
 
 import argparse
+import math
 import os
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import latent_regret, one_gpu_regret, searched_starts
+from benchmarks import latent_regret, one_gpu_regret, regret_shapes, searched_starts
 from benchmarks.locks import Budget, Room, claimed
 from weft.bench.names import REGRET
 from weft.bench.ops.shapes import op_of
 from weft.bench.regret.command import machine_here
 from weft.bench.regret.file import read, write
 from weft.bench.regret.measure import planned
+from weft.ops.gemm.cublas import Cublas
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 
@@ -61,28 +64,28 @@ def test_a_budget_takes_back_what_ended_processes_had_and_gives_at_most_all(tmp_
 
 def test_all_ops_of_one_rank_with_several_designs_are_taken():
     of_one = {op for op in REGRET if not op_of(op).collective}
-    assert {*one_gpu_regret.OPS} == of_one - {"moe-schedule"} and len(set(one_gpu_regret.OPS)) == 20
+    assert {*regret_shapes.OPS} == of_one - {"moe-schedule"} and len(set(regret_shapes.OPS)) == 20
 
 
 def test_each_kernel_is_compiled_at_one_shape_with_its_design():
     here = machine_here(1, True)
-    every = one_gpu_regret.shapes_of(("gemm-silu", "grouped-gemm+four_bit"), 54, here, "cuda")
+    every = regret_shapes.shapes_of(("gemm-silu", "grouped-gemm+four_bit"), 54, here, "cuda")
     assert Counter(workload.name for workload, _ in every) == {"gemm-silu": 60, "grouped-gemm+four_bit": 60}
-    jobs = one_gpu_regret.jobs_of(every, here)
+    jobs = regret_shapes.jobs_of(every, here)
     assert 60 < len(jobs) < 200
     wanted = {
         (workload.name, design)
         for workload, shape in every
-        for _, designs, _, _ in planned(one_gpu_regret.replace(workload, shapes=(shape,)), here, one_gpu_regret.SEARCH)
+        for _, designs, _, _ in planned(replace(workload, shapes=(shape,)), here, regret_shapes.SEARCH)
         for design in designs
-        if workload.fields or not isinstance(design, one_gpu_regret.Cublas)
+        if workload.fields or not isinstance(design, Cublas)
     }
     assert {(job.workload.name, job.design) for job in jobs} == wanted
 
 
 def test_the_whole_run_on_virtual_ranks_writes_rows_and_goes_on_from_them(tmp_path, capsys):
     given = argparse.Namespace(
-        out=tmp_path / "rows.json", seconds=300.0, seed=1, ops=["gemm", "moe-route"], known=None, plan=False,
+        out=tmp_path / "rows.json", seconds=300.0, seed=1, ops=["gemm", "moe-route"], known=None, above=math.inf, plan=False,
         device="sim", processes=(1, 2),
     )  # fmt: skip
     one_gpu_regret.main(given)
@@ -91,10 +94,19 @@ def test_the_whole_run_on_virtual_ranks_writes_rows_and_goes_on_from_them(tmp_pa
     assert "2 of 2 shapes" in capsys.readouterr().out and "timed in" in given.out.with_suffix(".log").read_text()
     write(given.out, kept[:1])
     given.known = given.out
-    every, jobs = one_gpu_regret._given(given, kept[:1])
+    every, jobs = regret_shapes.work_of(given, kept[:1])
     assert [workload.name for workload, _ in every] == [kept[1].row.op] and {job.workload.name for job in jobs} == {
         kept[1].row.op
     }
+    # Known rows of another plan, or of much regret, come first; a new row takes the place of a known one.
+    stale = replace(kept[1], row=replace(kept[1].row, auto="another design", best_us=1.0, auto_us=3.0))
+    every, _ = regret_shapes.work_of(given, [stale])
+    assert [workload.name for workload, _ in every] == [kept[1].row.op, kept[0].row.op]
+    slow = replace(kept[1], row=replace(kept[1].row, best_us=1.0, auto_us=3.0))
+    for above, count in ((2.9, 1), (3.1, 0)):
+        given.above = above
+        assert len(regret_shapes.work_of(given, [kept[0], slow])[0]) == count + (kept[0].row.regret > above)
+    assert regret_shapes.merged([kept[0], stale], [kept[1]]) == kept
 
 
 def test_latents_have_thirty_listed_and_thirty_drawn_shapes_and_several_designs():

@@ -106,7 +106,7 @@ def test_experts_in_fp8_have_the_tiles_of_their_plans(gated):
         design = op.plan(op.call_of_case(case, here)._replace(written=gated), here).design
         assert design.transposed == grouped.has_few_pairs(experts) and design.block_k == grouped.STEP
         if not design.transposed:
-            assert design.block_n * design.per_sm == grouped.fp8_rows(gated)
+            assert design.block_n * design.per_sm == grouped.fp8_rows(gated, grouped.block_of(experts))
 
 
 @pytest.mark.parametrize("gated", [False, True])

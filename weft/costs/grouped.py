@@ -83,17 +83,17 @@ def in_fp8(gpu: Gpu, fitted: Fitted, experts: Experts, gated: bool) -> float:
     read = (experts.hit * N * K + experts.pairs * K + results) / (fitted.grouped.weights * gpu.memory)
     if has_few_pairs(experts):
         return gpu.launch + cdiv(K, STEP) * of.step + read
-    rows = fp8_rows(gated)
+    rows = fp8_rows(gated, block_of(experts))
     multiplied = block_of(experts) * rows * K * gpu.sms / gpu.flops * of.expert
     return gpu.launch + max(read, waves(gpu, experts, N, rows) * (multiplied + of.tile))
 
 
-def fp8_rows(gated: bool) -> int:
-    """Rows of a weight in fp8 by which an SM multiplies many pairs at a time.
+def fp8_rows(gated: bool, block: int) -> int:
+    """Rows of a weight in fp8 by which an SM multiplies ``block`` pairs, many, at a time.
 
     As ``weft.ops.moe.grouped.rule`` has them.
     """
-    return 256 if gated else 128
+    return 256 if gated or block == 64 else 128
 
 
 def has_few_pairs(experts: Experts) -> bool:

@@ -180,6 +180,8 @@ MUTANTS = {
     "second scales of the step before": ("second = next_second", "pass"),
     "the first step twice": ("column, k + 128, second, acc", "column, k, second, acc"),
     "gate's scales for up": ("of_up = weight_scales(fp8, N + column", "of_up = weight_scales(fp8, column"),
+    "one scale for up's tile": ("tl.arange(0, acc.shape[0]) < under_low", "tl.arange(0, acc.shape[0]) >= 0"),
+    "up's second scale a row late": (" * fp8.weight_rows - first", " * fp8.weight_rows - first + 1"),
 }  # fmt: skip
 
 
@@ -284,11 +286,12 @@ def test_which_design_an_fp8_weight_gets():
         (MATMUL, 128, 5120, 12800, {}, "small_m"),
         (MATMUL, 129, 5120, 12800, {}, "cublas"),
         (MATMUL_SILU_MUL, 128, 12800, 5120, {}, "cublas"),
+        (MATMUL_SILU_MUL, 1919, 2880, 2880, {}, "cublas"),
         (MATMUL, 4096, 5120, 4096, {"aligned": False}, "small_m"),  # blocks that cuBLAS does not take
     ):
         planned = op.plan(GemmCall(M, N, K, BF16, block_fp8=True, **fields), machine(H200, 1))
         assert planned.name == name, (M, N, K, planned.reason)
-    for K, taken in ((6400, True), (6464, False)):  # 50 groups, and a short one
+    for K, taken in ((6400, True), (6464, True), (6432, False)):  # 50 groups, and a half or a quarter of one
         weight = Fp8(torch.zeros(256, K).to(E4M3), torch.ones(2, -(-K // 128)))
         assert fp8_operands.suits_cublas(weight) == taken
         assert MATMUL.call_of((4096, 256, K), BF16, machine(H200, 1), block_fp8=True).aligned == taken

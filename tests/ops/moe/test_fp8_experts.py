@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
 
 from tests.compiling import SHARED, stack_bytes
 from tests.ops.checking import a_case_fails, assert_close, assert_identical
@@ -107,6 +108,34 @@ def test_rows_written_in_fp8_are_the_quantized_ones(features, block, device):
     everywhere(main, device)
 
 
+@pytest.mark.parametrize("format", [None, GROUP], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("features", [192, 320, 72])
+@pytest.mark.parametrize("block", [16, 128])
+def test_two_scales_of_ups_tile_give_the_bits_of_a_scale_for_each_row(block, features, format, monkeypatch):
+    """Up's rows begin amid a scale of 128 rows where gate's end."""
+    x, weight, ids = drawn(21, 2, 4, 2 * features, 320)
+    of_gemm, forms = grouped.scales_of_gemm, []
+
+    def multiplied():
+        return ops.grouped_matmul_silu_mul(x, weight, schedule_of(ids, 4, block), fp8=format)
+
+    def kept(*given):
+        forms.append(of_gemm(*given))
+        return forms[-1]
+
+    def by_row(*given):
+        return of_gemm(*given)._replace(uniform=tl.constexpr(False), two=tl.constexpr(False))
+
+    monkeypatch.setattr(grouped, "scales_of_gemm", kept)
+    out = alone(multiplied)
+    assert forms[0].two.value and forms[0].uniform.value
+    monkeypatch.setattr(grouped, "scales_of_gemm", by_row)
+    expected = alone(multiplied)
+    for one, other in zip(out, expected, strict=True) if format else [(out, expected)]:
+        if one is not None:
+            assert_identical(one.float(), other.float())
+
+
 def test_a_layer_is_its_plain_model():
     """Both GEMMs, rows in fp8 between them, with few pairs and many."""
 
@@ -191,13 +220,15 @@ MUTANTS = {
         fp8_tile, "source += k // fp8.columns", "source += tl.maximum(k // fp8.columns - 1, 0)"),
     "the block of the first rows": (fp8_tile, "source += first // fp8.weight_rows * fp8.weight_row", "source += 0"),
     "scales of the weight transposed": (
-        fp8_tile, "source + n // fp8.weight_rows * fp8.weight_row", "source + n // fp8.weight_rows"),
+        fp8_tile, "source += first // fp8.weight_rows * fp8.weight_row", "source += first // fp8.weight_rows"),
     "scales of the rows transposed": (
         fp8_tile, "rows * fp8.x_row + k // 128 * fp8.x_column", "rows * fp8.x_column + k // 128 * fp8.x_row"),
     "scales one token off": (fp8_tile, "fp8.x + rows * fp8.x_row", "fp8.x + tl.maximum(rows - 1, 0) * fp8.x_row"),
     "scales of the step before": (
         grouped_kernel, "of_rows, of_weight, of_up = next_rows, next_weight, next_up", "of_rows = next_rows"),
     "gate's scales for up": (grouped_kernel, "weight_scales(fp8, N + column, 2 * N", "weight_scales(fp8, column, 2 * N"),
+    "one scale for up's tile": (fp8_tile, "tl.arange(0, acc.shape[0]) < under_low", "tl.arange(0, acc.shape[0]) >= 0"),
+    "up's scales swapped": (fp8_tile, "return low, high, (place", "return high, low, (place"),
     "gate twice": (grouped_kernel, "weight_tile(weight, expert, 1, column, k", "weight_tile(weight, expert, 0, column, k"),
 }  # fmt: skip
 
@@ -341,6 +372,17 @@ def test_on_sm_90_by_fp8_instructions_from_shared_memory(block, pairs, columns, 
         assert kernel.metadata.shared <= SHARED["sm_90"]
         # Two registers of the largest tile, once a tile.
         assert stack_bytes(kernel, tmp_path) <= (8 if gated and block == 128 else 0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("block", "pairs"), [(16, 64), (32, 4096), (64, 8192), (128, 32768)])
+def test_2880_features_are_read_16_bytes_at_a_time_without_spills(block, pairs, wide, tmp_path):
+    """gpt-oss's: no whole steps of K, and up's rows begin amid a scale."""
+    kernel = built_grouped("sm_90", block, True, True, N=2880, K=2880, experts_fp8=128, pairs=pairs, wide=wide)
+    ptx = kernel.asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", ptx)) == {"0x10"}
+    assert "ttg.local_load" not in kernel.asm["ttgir"] and "wgmma.mma_async" in ptx
+    assert stack_bytes(kernel, tmp_path) == 0 and kernel.metadata.shared <= SHARED["sm_90"]
 
 
 def test_a_result_of_16_bits_has_the_stages_with_which_its_loop_spills_little(tmp_path):

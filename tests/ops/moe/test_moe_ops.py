@@ -410,7 +410,9 @@ def built_grouped(
         rows, weight, columns = out.to(E4M3), weight.to(E4M3), experts_fp8
         forms = map(tl.constexpr, (128 if columns else 1, columns, columns > 0))
         of_scales = torch.zeros(64)
-        of_both = Fp8Scales(of_scales, 1, 64, of_scales, K // 128, *forms, 96)
+        width = design.block_n // 2 if gated else design.block_n
+        two = tl.constexpr(gated and columns > 0 and N % width != 0)
+        of_both = Fp8Scales(of_scales, 1, 64, of_scales, -(-K // 128), *forms, 96, two)
         if in_fp8:
             out, written = rows, Fp8Rows(of_scales, 1, 64, *map(tl.constexpr, (128, tl.bfloat16, False, 0)))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])

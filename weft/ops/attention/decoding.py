@@ -33,6 +33,8 @@ TURNED_ROWS = 8
 FEW_PAIRS = 16
 # Pairs up to which short partials pay.
 FEWEST_PAIRS = 4
+# Tokens of a long partial.
+LONG = 1024
 
 
 # ``Op.bits`` of the design.
@@ -111,6 +113,13 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     as do programs that each have an SM and a whole sequence: 112 pairs of 10,000 tokens 277 us, otherwise 313
     (benchmarks/lab/h200-regret-unseen/w1.json).
 
+    More pairs than eight an SM, of long sequences, take 16 KiB again, since not all fit at once: 1,344 pairs of 3,000 tokens
+    466 us, by 4 KiB 524. From more than 3 pairs an SM on a step has at most 32 keys: 512 pairs of 300 tokens, heads of 64, 16.2
+    us, with 64 keys 18.0. From 8 LONG tokens on turned tiles take twice as many partials where each has LONG then: 20 pairs of
+    100,000 tokens 464 us, otherwise 559; not before: 64 pairs of 4,096 tokens 87 us, otherwise 71 (h200-decode-256.json). They
+    take 32 KiB a step with a program for every second SM or fewer: 8 pairs of 300 tokens 11.2 us, otherwise 12.9
+    (benchmarks/lab/h200-regret-unseen/w1-sixty.json).
+
     One H100, 512 sequences: 30.7 us, otherwise 34.5 (benchmarks/lab/h100-decode-attention.json). One H200, heads of 256, 1,024
     tokens: 2 pairs 10.1 us, otherwise 11.6; 16 pairs 12.3 and 14.5 (benchmarks/lab/h200-decode-256.json).
     """
@@ -124,13 +133,18 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
         stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
     else:
         per_sm = programs_per_sm(pairs, caps)
-        if 2 * pairs > 3 * caps.sms and not call.many:
+        at_once = pairs <= 8 * caps.sms or call.tokens <= LONG
+        if 2 * pairs > 3 * caps.sms and at_once and not call.many:
             block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
+            block_n = min(block_n, 32) if pairs > 3 * caps.sms else block_n
         elif call.turns(caps) and pairs <= FEWEST_PAIRS:
             block_n *= 2
     splits = splits_of(call.pairs, call.tokens, per_sm * caps.sms, least)
-    if splits == 1 and caps.arch in ("sm_90", "sm_100") and call.turns(caps) and pairs <= caps.sms:
-        block_n = max(block_n, 64)
+    if caps.arch in ("sm_90", "sm_100") and call.turns(caps):
+        more = splits_of(call.pairs, call.tokens, 2 * caps.sms, least)
+        splits = more if splits > 1 and call.tokens >= LONG * max(8, more) else splits
+        if pairs <= caps.sms if splits == 1 else 2 * pairs * splits <= caps.sms:
+            block_n = max(block_n, 64)
     return SplitKV(
         block_n=block_n,
         least=least,

@@ -106,7 +106,7 @@ class GemmOp(Op):
         if self.rows_sharded:
             check_divides(self.name, "M", M, machine.world_size)
         fp8 = bool(fields.get("block_fp8") or fields.get("channel_fp8"))
-        columns = 128 if fields.get("block_fp8") else 16 if fp8 else 16 // dtype.itemsize
+        columns = 64 if fields.get("block_fp8") else 16 if fp8 else 16 // dtype.itemsize
         aligned = K % columns == 0 and (not fp8 or N * (2 if self.gated else 1) % 16 == 0)
         given = fields | {"four_bit": MXFP4} if fields.get("four_bit") is True else fields
         return GemmCall(M, N, K, dtype, aligned, design=design, **given)

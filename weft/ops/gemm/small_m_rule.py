@@ -50,6 +50,8 @@ AHEAD = 256
 STAGES_AT_ONCE = {2: 5, 3: 3}
 # Least steps along K of a partial sum: where a separate kernel adds them up, and where the next kernel does.
 LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16
+# The same of an fp8 weight too small for a program on most SMs.
+LEAST_STEPS_FEW = 7
 
 
 @design_type
@@ -160,7 +162,14 @@ def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
     # With up to 32 rows a tile of 128 columns takes as long as one of 64 and the kernel that puts its rows in fp8; with
     # 64 it takes 60.8 us, both 44.7 (H200, 25600x5120 gated, benchmarks/fp8_rows.py).
     block_n = 128 if whole_groups else _columns_of(call, block_m, gated)
-    tiles = cdiv(call.N, block_n)
+    tiles, of_ten, least_steps = cdiv(call.N, block_n), _of_ten(block_n), LEAST_STEPS
+    if block_n == 128 and not gated and 4 * tiles * _fp8_partials(call, caps, tiles, of_ten) < 3 * caps.sms:
+        # Too few programs. One H200, 5 x 3584 x 3584: 12.2 us, of 64 columns with 4 partials 11.2 (h200-regret-unseen).
+        block_n, least_steps = 64, LEAST_STEPS_FEW
+        tiles, of_ten = cdiv(call.N, block_n), _of_ten(block_n)
+    if gated and block_n == 64:
+        # About one program an SM: 14 x 2048 x 7168 with 4 partials 17.9 us, with 7 20.0; 1 x 9728 x 2560 19.0, with 2 20.8.
+        of_ten = 10 + 5 * tiles // caps.sms
     no_kernel_follows = whole_groups and 5 * tiles >= 3 * caps.sms
     return SmallM(
         block_m=block_m,
@@ -168,7 +177,7 @@ def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
         block_k=128,
         transposed=True,
         num_stages=4 if gated or block_n == 128 else _fp8_stages(call, block_m),
-        partials=1 if no_kernel_follows else _fp8_partials(call, caps, tiles, _of_ten(block_n)),
+        partials=1 if no_kernel_follows else _fp8_partials(call, caps, tiles, of_ten, least_steps),
     )
 
 
@@ -188,7 +197,10 @@ def _fp8_by_rows(call: GemmCall, caps: Capabilities) -> SmallM:
     5120x12800, 64 rows: 12.9 and 25.4 us, transposed 13.3 and 28.3.
     """
     of_ten, num_stages = (20, 4) if call.M > 64 else (13, 4) if call.K >= 8192 else (10, 6)
-    partials = _fp8_partials(call, caps, cdiv(call.M, 64) * cdiv(call.N, 128), of_ten)
+    tiles = cdiv(call.M, 64) * cdiv(call.N, 128)
+    partials = _fp8_partials(call, caps, tiles, of_ten)
+    if 2 * tiles * partials < caps.sms:  # 56 x 2560 x 1536: 9.8 us, of 128 columns 11.9
+        return SmallM(block_m=64, block_n=64, block_k=128, partials=_fp8_partials(call, caps, 2 * tiles, of_ten))
     return SmallM(block_m=64, block_n=128, block_k=128, num_stages=num_stages, partials=partials)
 
 
@@ -202,10 +214,10 @@ def _of_ten(block_n: int) -> int:
     return 16 if block_n == 128 else 25
 
 
-def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int) -> int:
+def _fp8_partials(call: GemmCall, caps: Capabilities, tiles: int, of_ten: int, least_steps: int = LEAST_STEPS) -> int:
     """Programs that share each of ``tiles`` tiles, with ``of_ten`` programs for ten SMs."""
     most = MAX_PARTIALS_LEFT if call.partials or call.M > 64 else MAX_PARTIALS
-    return max(1, min(of_ten * caps.sms // 10 // tiles, cdiv(call.K, 128) // LEAST_STEPS, most))
+    return max(1, min(of_ten * caps.sms // 10 // tiles, cdiv(call.K, 128) // least_steps, most))
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:

@@ -120,7 +120,7 @@ def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, ROWS: tl.cons
     of_weight = weight_scales(fp8, column, N, k, ROWS, expert)
     of_up = of_weight
     if FORM.gated:
-        of_up = weight_scales(fp8, N + column, 2 * N, k, ROWS, expert)
+        of_up = weight_scales(fp8, N + column, 2 * N, k, ROWS, expert, UP=True)
     return row_scales(fp8, rows, ALL_ROWS, k), of_weight, of_up
 
 
@@ -222,7 +222,9 @@ def grouped_matmul_kernel(
     # A flattened loop loads rows of a tile before it has waited for them. Of few pairs the second fp8 GEMM alone gains by it:
     # Triton flattens no loop beside another one (``in_one_layout``, of results in fp8).
     SECOND_FP8: tl.constexpr = fp8 is not None and not FORM.gated and BLOCK_N >= 128
-    FLATTEN: tl.constexpr = arriving is None and (not TRANSPOSED or SECOND_FP8)
+    # With two scales of up's rows a flattened loop would spill 80 registers.
+    TWO: tl.constexpr = False if fp8 is None else fp8.two
+    FLATTEN: tl.constexpr = arriving is None and not TWO and (not TRANSPOSED or SECOND_FP8)
     tl.assume(K > 0)
     for number in tl.range(
         tl.program_id(0), tile_rows * tile_columns * FORM.parts, tl.num_programs(0), flatten=FLATTEN
@@ -290,7 +292,7 @@ def grouped_matmul_kernel(
                 acc += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
                 if FORM.gated:
                     b = weight_tile(weight, expert, 1, column, k, FORM, ROWS)
-                    up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
+                    up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED, UP=True)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
@@ -309,7 +311,7 @@ def grouped_matmul_kernel(
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
             acc = scaled(acc, of_rows, of_weight, fp8, TRANSPOSED)
             if FORM.gated:
-                up = scaled(up, of_rows, of_up, fp8, TRANSPOSED)
+                up = scaled(up, of_rows, of_up, fp8, TRANSPOSED, UP=True)
         if FORM.gated:
             if FORM.apart:
                 gate = acc

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MANY_PAIRS = 256
 # The same of fp8 operands: 64 are faster so, 8 are not.
 TWO_PROGRAMS = 64
+# K up to which a tile's steps are so few that more programs an SM, each with fewer steps in flight, take less time: of 16
+# bits; of fp8, whose tiles then have 128 rows.
+SHORT_K, SHORT_FP8_K = 512, 2048
 # Most pairs of a tile by which a weight in 4 bits is read as it is. Not measured.
 FEW_PAIRS = 32
 # Pairs of all tiles up to which programs of a gated GEMM with 4-bit weights are too few for all SMs.
@@ -48,7 +51,8 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
               From MANY_PAIRS on, of 16 pairs a tile, 3 stages of 32 KB in two. A layer of half of 128 experts takes at most 4 %
               longer than with the best design, of all 128 6 % (benchmarks/lab/h200-grouped-designs.json). So too where all
               gated tiles run at once by two an SM, in two rounds by one: one token of gpt-oss-120b 41.9 us, otherwise 46.3, of
-              MiniMax-M2 46.2 and 48.9 (benchmarks/lab/h200-regret-unseen/w1.json)
+              MiniMax-M2 46.2 and 48.9 (benchmarks/lab/h200-regret-unseen/w1.json). The second GEMM of K up to SHORT_K by
+              three programs an SM of 3 stages: granite's of 24 tokens 21.2 us, otherwise 22.7 (w1-sixty.json there)
     gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
               half of all
     in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256
@@ -67,6 +71,8 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
     if call.block < 64:
         if gated:
             return GroupedTiles(block_n=128, block_k=128, transposed=True, num_warps=4, num_stages=4)
+        if call.K <= SHORT_K:
+            return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=3, num_warps=4)
         return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=4)
     if call.gather:
         return GroupedTiles(num_stages=4)
@@ -114,7 +120,11 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
     up to 32  pairs a tile: two programs an SM of 3 stages, the second GEMM's of 128 rows: 8 tokens 47.9 and 24.6 us, with one
               program and with 64 rows 49.9 and 28.7. Of one token these are faster: 13.5 and 6.1 us. The second GEMM has 5
               stages: of 64 experts and 8, 32, 128 tokens 12.9, 26.5, 29.6 us, with 3 12.9, 27.5, 33.8, and with 3 and loops
-              that are not flattened 13.3, 28.6, 32.2 (benchmarks/lab/h200-fp8-grouped-flattened.json)
+              that are not flattened 13.3, 28.6, 32.2 (benchmarks/lab/h200-fp8-grouped-flattened.json). Of few pairs gated
+              ones too take two programs where one an SM would take two to four rounds, two tokens of MiniMax-M2 41.2 us,
+              otherwise 48.6; and second ones of K up to SHORT_FP8_K and more tiles of 128 rows than SMs take these by three
+              programs of 3 stages, 5 tokens of Qwen3-Next 19.2 us, otherwise 22.9 (h200-regret-unseen/w1-sixty.json)
+    64        pairs a tile: the second GEMM by two programs of 128 rows, of Ernie-4.5-300B's 200 tokens 470 us, of 64 rows 604
     more      gated one program of 8 warps, 334 us for 4096 tokens; with a result of 16 bits, by a flattened loop, in 4 stages:
               314 us, with 3, of which 100 registers spill, 759. Else two programs of 64 rows of the weight, 191 us, one of
               128 rows 206. No program of a pair waits for the other one's barriers: with one, tensor cores idle while it scales
@@ -125,14 +135,19 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
         )
     if call.block < 64:
         few = {"block_k": 128, "transposed": True, "num_warps": 4}
-        if call.pairs >= TWO_PROGRAMS:
+        tiles = call.pairs * cdiv(call.N, 128)  # at most, of 128 rows
+        if call.pairs >= TWO_PROGRAMS or (gated and caps.sms < tiles <= 4 * caps.sms):
             return GroupedTiles(block_n=256 if gated else 128, per_sm=2, num_stages=3 if gated else 5, **few)
+        if not gated and call.K <= SHORT_FP8_K and tiles > caps.sms:
+            return GroupedTiles(block_n=128, per_sm=3, num_stages=3, **few)
         return GroupedTiles(block_n=256 if gated else 64, per_sm=1 if gated else 3, num_stages=5, **few)
     if gated:
         return GroupedTiles(
             block_n=256, block_k=128, num_warps=8, num_stages=4 if call.block_fp8 and not call.written else 3
         )
-    return GroupedTiles(block_n=64, block_k=128, per_sm=2, columns=4096, num_warps=4, num_stages=3)
+    # Of 128 pairs a tile 128 rows would spill: four times the time.
+    block_n = 128 if call.block == 64 else 64
+    return GroupedTiles(block_n=block_n, block_k=128, per_sm=2, columns=4096, num_warps=4, num_stages=3)
 
 
 def holds_scales(design: Tiles) -> bool:

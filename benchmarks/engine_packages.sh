@@ -27,7 +27,7 @@ unpack() {
 
 # with_packages ENGINE COMMAND…: in place of this shell, with the engine's packages and caches, no network and no NVLink multicast
 with_packages() {
-    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=() driver
+    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=() driver cuda
     shift
     [ "$engine" = weft ] || [ "$archives" = - ] || path=$PWD:/tmp/$engine-site
     case $engine in
@@ -41,12 +41,16 @@ with_packages() {
             "PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin")
         ;;
     sglang)
-        # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name.
+        # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name, and FlashInfer's with
+        # libcudart.so and cuBLAS's headers, which a compiler without the whole toolkit lacks: torch's packages have them.
         driver=$(ldconfig -p | awk '/libcuda.so.1/ { print $NF; exit }')
-        [ -z "$driver" ] || { mkdir -p "$cache/lib" && ln -sfn "$driver" "$cache/lib/libcuda.so"; }
+        cuda=$(python -c "from importlib.util import find_spec as of; print(of('torch').origin[:-18])")/nvidia/cu13
+        mkdir -p "$cache/lib" && ln -sfn "$cuda/lib/libcudart.so.13" "$cache/lib/libcudart.so"
+        [ -z "$driver" ] || ln -sfn "$driver" "$cache/lib/libcuda.so"
         # DeepGEMM's kernels are compiled when they are first called, in place of all sizes in ten minutes; the memory of two
         # GPUs differs while other engines start.
-        variables=("LIBRARY_PATH=$cache/lib:${LIBRARY_PATH:-}" SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
+        variables=("LIBRARY_PATH=$cache/lib:${LIBRARY_PATH:-}" "CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$cuda/include"
+            SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
             SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0 "SGLANG_CACHE_DIR=$cache/sglang" "SGLANG_DG_CACHE_DIR=$cache/deep_gemm"
             "TVM_FFI_CACHE_DIR=$cache/tvm-ffi" "FLASHINFER_WORKSPACE_BASE=$cache" "TRITON_CACHE_DIR=$cache/triton"
             "TORCHINDUCTOR_CACHE_DIR=$cache/inductor")

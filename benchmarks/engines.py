@@ -15,7 +15,7 @@ caching, for which random prompts have no use, with CUDA graphs of exactly the b
 
 --room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
 measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for
-vLLM, {"kv_cache_memory_bytes": 20000000000} for SGLang, {"memory_fraction": 0.2} for weft.
+vLLM, {"kv_cache_memory_bytes": 20000000000} for SGLang and weft.
 """
 
 from __future__ import annotations
@@ -99,10 +99,15 @@ class Setting:
 
 
 def weft_engine(setting: Setting) -> Generate:
+    """weft with its defaults; the option `kv_cache_memory_bytes` bounds its KV cache, as vLLM's does."""
+    options = dict(setting.options)
+    if size := options.pop("kv_cache_memory_bytes", None):
+        page = options.setdefault("page_size", 64)
+        options["pages"] = cache_tokens(setting.model, setting.world_size, size) // page + 1
     llm = weft.LLM(
         DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH,
         max_batch=max(setting.batches), prefix_caching=False, quantization=setting.quantization,
-        **setting.speculative("speculative", **setting.of_weft), **setting.options,
+        **setting.speculative("speculative", **setting.of_weft), **options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 

@@ -135,8 +135,11 @@ def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
 
 
 def folder_of(model: str, quantization: str | None = None) -> Path:
-    """New directory with the config.json of a published model alone, for random weights."""
-    folder = Path(tempfile.mkdtemp())
+    """Directory with the config.json of a published model alone, for random weights.
+
+    Its name is always the same, since that is a part of the key of what vLLM has compiled.
+    """
+    folder = Path(tempfile.gettempdir()) / f"weft-sizes-of-{model}-{quantization or 'bf16'}"
     put(folder / "config.json", json.dumps(config_of(model, quantization)))
     return folder
 

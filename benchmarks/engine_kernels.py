@@ -72,6 +72,7 @@ def work(engine: str, waiting: Any) -> None:
     module = library(engine)
     while (one := waiting.get()) is not None:
         call(module, *one)
+        torch.cuda.empty_cache()  # engines start beside it
     torch.cuda.synchronize()
 
 

@@ -4,7 +4,7 @@
 #     bash benchmarks/engine_packages.sh ENGINE ARCHIVES COMMAND…
 #
 # ARCHIVES as in benchmarks/engines.sh, which reads this file; "-": the packages are installed. Each is unpacked once, into
-# /tmp/ENGINE-site, and caches.tar.xz beside the first archive into /tmp.
+# /tmp/ENGINE-site, and of caches.tar.xz beside the first archive the engine's folder into /tmp.
 
 # archives_of ENGINE: a line each
 archives_of() { tr , '\n' <<< "$archives" | grep -E "(^|/)$1[^/]*$"; }
@@ -21,7 +21,7 @@ unpack() {
         echo "${packages[*]}" > "$site/unpacked"
         python -m compileall -q -j 32 --invalidation-mode unchecked-hash "$site" > /dev/null 2>&1
     fi
-    if [ -e "$caches" ] && [ ! -d /tmp/vllm-cache ] && [ ! -d /tmp/sglang-cache ]; then tar -xJf "$caches" -C /; fi
+    if [ -e "$caches" ] && [ ! -d "/tmp/$1-cache" ]; then tar -xJf "$caches" -C / "tmp/$1-cache" 2> /dev/null; fi
     exec 9>&-
 }
 

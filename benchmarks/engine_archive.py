@@ -7,9 +7,9 @@
 names.txt lists the packages that the machine has, one in a line: they are left out, as are packages and files that serve other
 models, pictures, grammars and servers (ENGINES). What the engine's metadata asks for comes from PyPI, until nothing is missing.
 In shared libraries code for other architectures is overwritten with zeros, which compress to nothing; of FlashAttention 3 all
-but bf16 too, and for SGLang all heads but those of 128. The machine needs this Python, and the torch that the engine asks for.
-vLLM 0.26.0 takes some 40 MB, in place of 1.8 GB; SGLang 0.5.17 as much, in place of 2 GB; FlashInfer for vLLM 4 MB, with two
-modules built ahead (flashinfer_modules.py, which says what that needs). `benchmarks/engines.sh` unpacks all three.
+but bf16 without a soft cap too, in heads of 128 and for vLLM 256. The machine needs this Python, and the torch that the engine
+asks for. vLLM 0.26.0 takes 28 MB, in place of 1.8 GB; SGLang 0.5.17 36 MB, in place of 2 GB; FlashInfer for vLLM 3 MB. Some
+modules of FlashInfer are built ahead (flashinfer_modules.py, which says what that needs). `benchmarks/engines.sh` unpacks all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Engine:
     left_out     packages that the engine imports only for other models, inputs, back ends, grammars and servers
     placeholders of those, modules whose names the engine imports always: can be imported and not called
     files        parts of the paths of files that are left out
-    builder      module of this folder that adds to the installed packages, if any
+    builder      module of this folder, with its arguments, that adds to the installed packages, if any
     kernels      shared libraries -> what machine code must mention to be kept; all code of other libraries is
     """
 
@@ -48,11 +48,19 @@ class Engine:
     placeholders: tuple[str, ...]
     files: tuple[str, ...]
     kernels: dict[str, re.Pattern[bytes]]
-    builder: str = ""
+    builder: tuple[str, ...] = ()
 
 
 # Of FlashAttention 3: the sum of split-KV partials, and the metadata of ragged batches.
 ALWAYS = rb"|FlashAttnFwdCombine|prepare_varlen"
+
+
+def heads(*sizes: int) -> re.Pattern[bytes]:
+    """Kernels of FlashAttention 3 for heads of these sizes in bf16, without a soft cap, which is the third flag of a kernel."""
+    some = b"|".join(b"%d" % size for size in sizes)
+    return re.compile(rb"ELi(?:" + some + rb")ENS_10bfloat16_tEfNS_4arch4Sm90E(?:Lb[01]E){2}Lb0E" + ALWAYS)
+
+
 ENGINES = {
     "vllm": Engine(
         packages=("vllm==0.26.0",),
@@ -60,22 +68,23 @@ ENGINES = {
             (
                 "torch", "torchaudio", "torchvision", "triton", "numba", "llvmlite", "xgrammar", "torchcodec", "pynvvideocodec",
                 "flashinfer-python", "tilelang", "anthropic", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "quack-kernels",
-                "tokenspeed-mla", "humming-kernels", "apache-tvm-ffi", "nvtx",
+                "tokenspeed-mla", "humming-kernels", "apache-tvm-ffi", "nvtx", "openai-harmony", "llguidance", "outlines-core",
+                "lm-format-enforcer", "fastsafetensors", "cryptography", "fastapi-cloud-cli", "fastar", "sentry-sdk", "rignore",
             )
         ),
-        placeholders=("xgrammar",),
-        # FlashAttention 2 and kernels of other architectures, a server in Rust, benchmarks.
+        placeholders=("xgrammar", "llguidance", "outlines_core", "lmformatenforcer", "openai_harmony"),
+        # FlashAttention 2 and kernels of other architectures, a server in Rust, benchmarks, tokenizers of Mistral.
         files=(
-            "_vllm_fa2_C", "vllm/vllm-rs", "fmha_sm100", "vllm/benchmarks/",
+            "_vllm_fa2_C", "vllm/vllm-rs", "fmha_sm100", "vllm/benchmarks/", "mistral_common/data/", "/static/swagger-ui",
             "cpython-310", "cpython-311", "cpython-313", "cpython-314", "pycountry/locales/",
         ),
-        kernels={"_vllm_fa3_C": re.compile(rb"bfloat16_tEfNS_4arch" + ALWAYS)},
+        kernels={"_vllm_fa3_C": heads(128, 256)},
     ),
     "sglang": Engine(
         packages=("sglang==0.5.17", "dill"),
         # Its registry of configs collides with transformers 5.17's.
         brought=frozenset(("transformers", "tokenizers")),
-        # FlashInfer runs by its CUDA sources and nvcc here, without CuTe DSL, cuDNN and compiled kernels.
+        # FlashInfer runs by its CUDA sources and nvcc, all but norms, without CuTe DSL, cuDNN and compiled kernels.
         left_out=frozenset(
             (
                 "torch", "torchaudio", "torchvision", "triton", "numba", "llvmlite", "xgrammar", "torchcodec", "torchao",
@@ -93,10 +102,8 @@ ENGINES = {
             "sglang/srt/grpc/_core", "sglang/srt/multimodal/_core", "sglang/multimodal_gen/", "sglang/test/",
             "sglang/benchmark/", "sglang/eval/",
         ),
-        kernels={
-            # Heads of 128 in bf16, without a soft cap; the third flag of a kernel.
-            "flash_ops": re.compile(rb"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E(?:Lb[01]E){2}Lb0E" + ALWAYS)
-        },
+        kernels={"flash_ops": heads(128)},
+        builder=("benchmarks.flashinfer_modules", "norm"),
     ),
     # What vLLM 0.26 calls by default on Hopper of the FlashInfer that it asks for; what compiles other modules fails.
     "flashinfer": Engine(
@@ -110,7 +117,7 @@ ENGINES = {
             "tensorrt_llm/thop/", "flashinfer/data/csrc/xqa/", "tvm_ffi/include/", "tvm_ffi/3rdparty/",
         ),
         kernels={},
-        builder="benchmarks.flashinfer_modules",
+        builder=("benchmarks.flashinfer_modules", "trtllm_comm", "fp8_blockscale_gemm_90"),
     ),
 }  # fmt: skip
 PLACEHOLDER = '''"""Stands for a package that is not in the archive: names can be imported and not called."""
@@ -243,10 +250,10 @@ def make(engine: Engine, target: Path, installed: frozenset[str], work: Path, ar
         needs = missing(work, absent)
     if engine.builder:
         paths = f"{work.resolve()}:{Path(__file__).resolve().parents[1]}"
-        subprocess.run([sys.executable, "-m", engine.builder], check=True, env={**os.environ, "PYTHONPATH": paths})
+        subprocess.run([sys.executable, "-m", *engine.builder], check=True, env={**os.environ, "PYTHONPATH": paths})
     slim(work, engine, arch)
     subprocess.run(
-        f"tar c --sort=name --exclude=__pycache__ -C '{work}' . | xz -T2 -6 > '{target}'", shell=True, check=True
+        f"tar c --sort=name --exclude=__pycache__ -C '{work}' . | xz -T2 -9e > '{target}'", shell=True, check=True
     )
     print(f"{target}: {target.stat().st_size / 1e6:.1f} MB")
 

@@ -4,7 +4,7 @@
 #     bash benchmarks/engine_packages.sh ENGINE ARCHIVES COMMAND…
 #
 # ARCHIVES as in benchmarks/engines.sh, which reads this file; "-": the packages are installed. Each is unpacked once, into
-# /tmp/ENGINE-site, and caches.tar.xz beside the first archive into /tmp.
+# /tmp/ENGINE-site, and of caches.tar.xz beside the first archive the engine's folder into /tmp.
 
 # archives_of ENGINE: a line each
 archives_of() { tr , '\n' <<< "$archives" | grep -E "(^|/)$1[^/]*$"; }
@@ -21,13 +21,13 @@ unpack() {
         echo "${packages[*]}" > "$site/unpacked"
         python -m compileall -q -j 32 --invalidation-mode unchecked-hash "$site" > /dev/null 2>&1
     fi
-    if [ -e "$caches" ] && [ ! -d /tmp/vllm-cache ] && [ ! -d /tmp/sglang-cache ]; then tar -xJf "$caches" -C /; fi
+    if [ -e "$caches" ] && [ ! -d "/tmp/$1-cache" ]; then tar -xJf "$caches" -C / "tmp/$1-cache" 2> /dev/null; fi
     exec 9>&-
 }
 
 # with_packages ENGINE COMMAND…: in place of this shell, with the engine's packages and caches, no network and no NVLink multicast
 with_packages() {
-    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=() driver
+    local engine=$1 cache=/tmp/$1-cache path=$PWD variables=() driver cuda
     shift
     [ "$engine" = weft ] || [ "$archives" = - ] || path=$PWD:/tmp/$engine-site
     case $engine in
@@ -41,12 +41,16 @@ with_packages() {
             "PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin")
         ;;
     sglang)
-        # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name.
+        # Its kernels are linked with libcuda.so, which a driver alone does not bring by that name, and FlashInfer's with
+        # libcudart.so and cuBLAS's headers, which a compiler without the whole toolkit lacks: torch's packages have them.
         driver=$(ldconfig -p | awk '/libcuda.so.1/ { print $NF; exit }')
-        [ -z "$driver" ] || { mkdir -p "$cache/lib" && ln -sfn "$driver" "$cache/lib/libcuda.so"; }
+        cuda=$(python -c "from importlib.util import find_spec as of; print(of('torch').origin[:-18])")/nvidia/cu13
+        mkdir -p "$cache/lib" && ln -sfn "$cuda/lib/libcudart.so.13" "$cache/lib/libcudart.so"
+        [ -z "$driver" ] || ln -sfn "$driver" "$cache/lib/libcuda.so"
         # DeepGEMM's kernels are compiled when they are first called, in place of all sizes in ten minutes; the memory of two
         # GPUs differs while other engines start.
-        variables=("LIBRARY_PATH=$cache/lib:${LIBRARY_PATH:-}" SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
+        variables=("LIBRARY_PATH=$cache/lib:${LIBRARY_PATH:-}" "CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$cuda/include"
+            SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
             SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0 "SGLANG_CACHE_DIR=$cache/sglang" "SGLANG_DG_CACHE_DIR=$cache/deep_gemm"
             "TVM_FFI_CACHE_DIR=$cache/tvm-ffi" "FLASHINFER_WORKSPACE_BASE=$cache" "TRITON_CACHE_DIR=$cache/triton"
             "TORCHINDUCTOR_CACHE_DIR=$cache/inductor")

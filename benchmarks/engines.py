@@ -15,7 +15,7 @@ caching, for which random prompts have no use, with CUDA graphs of exactly the b
 
 --room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
 measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for
-vLLM, {"kv_cache_memory_bytes": 20000000000} for SGLang, {"memory_fraction": 0.2} for weft.
+vLLM, {"kv_cache_memory_bytes": 20000000000} for SGLang and weft.
 """
 
 from __future__ import annotations
@@ -99,10 +99,15 @@ class Setting:
 
 
 def weft_engine(setting: Setting) -> Generate:
+    """weft with its defaults; the option `kv_cache_memory_bytes` bounds its KV cache, as vLLM's does."""
+    options = dict(setting.options)
+    if size := options.pop("kv_cache_memory_bytes", None):
+        page = options.setdefault("page_size", 64)
+        options["pages"] = cache_tokens(setting.model, setting.world_size, size) // page + 1
     llm = weft.LLM(
         DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH,
         max_batch=max(setting.batches), prefix_caching=False, quantization=setting.quantization,
-        **setting.speculative("speculative", **setting.of_weft), **setting.options,
+        **setting.speculative("speculative", **setting.of_weft), **options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
@@ -130,8 +135,11 @@ def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
 
 
 def folder_of(model: str, quantization: str | None = None) -> Path:
-    """New directory with the config.json of a published model alone, for random weights."""
-    folder = Path(tempfile.mkdtemp())
+    """Directory with the config.json of a published model alone, for random weights.
+
+    Its name is always the same, since that is a part of the key of what vLLM has compiled.
+    """
+    folder = Path(tempfile.gettempdir()) / f"weft-sizes-of-{model}-{quantization or 'bf16'}"
     put(folder / "config.json", json.dumps(config_of(model, quantization)))
     return folder
 

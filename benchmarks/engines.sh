@@ -8,18 +8,23 @@
 #               that are not installed, unpacked once into a folder for each engine; an engine without an archive is left out.
 #               "-": all are installed. Without FlashInfer vLLM fuses no all-reduces with norms
 # QUANTIZATION  fp8, or bf16
-# CACHE_BYTES   of vLLM's and SGLang's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
+# CACHE_BYTES   of an engine's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
 #               gated delta nets there, one for each draft too: on one of two GPUs 300 MB a sequence of Qwen3.6-27B with three
 # DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn. The variable
 #               DRAFT_HEAD (fp8) says what weft's drafts are chosen by
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
-# All of vLLM's engines start together, wait for each other until four minutes after their start, and measure in turn; then
-# SGLang's, and then weft's. OUT gets a JSON file and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600)
+# The engines of the variable ENGINES ("vllm sglang weft") come one after the other, as it orders them. AT_ONCE (all) of an
+# engine's models start together, wait for each other until four minutes after their start, and measure in turn; then its next
+# ones. OUT gets a JSON file, written after each row, and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600)
 # are tried once more: vLLM without torch.compile and with spawned processes, SGLang with the all-reduce of its package and no
-# graphs of prompts. vLLM and SGLang are imported once before, and left out if that fails; the variable ENGINES ("vllm", "sglang
-# weft") leaves the other engines out. SECONDS_OF_A_RUN (300) ends one engine. CUDA_VISIBLE_DEVICES gives a part of the GPUs:
-# scripts on other GPUs can run at the same time with the same archives and another OUT.
+# graphs of prompts. vLLM and SGLang are imported once before, and left out if that fails. SECONDS_OF_A_RUN (300) ends one
+# engine. CUDA_VISIBLE_DEVICES gives a part of the GPUs: scripts on other GPUs can run at the same time with the same archives
+# and another OUT. On one GPU the models' DeepGEMM kernels are compiled by all cores while the engines start
+# (engine_kernels.py), and no engine measures before they are. For one H200, two models at once:
+#
+#     AT_ONCE=2 ENGINES="weft vllm sglang" bash benchmarks/engines.sh OUT vllm.tar.xz,vllm-flashinfer.tar.xz,sglang.tar.xz \
+#         qwen3-8b:bf16:1:1x128,8x128,32x128,128x128,1x8192,16x8192:20000000000 qwen3-30b-a3b:fp8:1:1x128,32x128:14000000000
 #
 # Start two of an engine's models at once, not more. Four of vLLM's on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
 # after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
@@ -89,10 +94,10 @@ name_of() {
 
 # measure ENGINE JOB ROOM ENGINES MORE: MORE stands in the engine's options, before the options of a shared GPU
 measure() {
-    local engine=$1 room=$3 engines=$4 more=$5 options='"memory_fraction": 0.2' quantized=() drafting=()
+    local engine=$1 room=$3 engines=$4 more=$5 options quantized=() drafting=()
     IFS=: read -r model quantization gpus cases cache drafts acceptance <<< "$2"
-    [ "$engine" = vllm ] && options="\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache"
-    [ "$engine" = sglang ] && options="\"kv_cache_memory_bytes\": $cache"
+    options="\"kv_cache_memory_bytes\": $cache"
+    [ "$engine" = vllm ] && options="\"gpu_memory_utilization\": 0.2, $options"
     [ "$quantization" = bf16 ] || quantized=(--quantization "$quantization")
     [ -z "$drafts" ] || drafting=(--drafts "$drafts" --acceptance "$acceptance")
     [ -z "$drafts" ] || [ "$engine" != weft ] || drafting+=(--draft-head "${DRAFT_HEAD:-model}")
@@ -110,19 +115,46 @@ plugin() {
     touch "$3/plugin-$2-$model.here"
 }
 
-# beside ENGINE JOB…: of the jobs those that the engine has: the plugin is vLLM's, and drafts are not SGLang's
-beside() {
-    local engine=$1 room number=0 job failed jobs=()
+# kernels ENGINE ROOM MODEL…: DeepGEMM's, compiled while the engines start
+kernels() {
+    local engine=$1 room=$2
+    shift 2
+    with_packages "$engine" setsid timeout -k 5 "${SECONDS_OF_A_RUN:-300}" python -m benchmarks.engine_kernels "$engine" "$@" \
+        >> "$out/kernels-$engine.log" 2>&1 &
+    echo $! >> "$sessions"
+    wait $!
+    say "$(tail -1 "$out/kernels-$engine.log" | cut -c1-200)"
+    touch "$room/kernels.here"
+}
+
+# all_of ENGINE JOB…: of the jobs those that the engine has: the plugin is vLLM's, and drafts are not SGLang's
+all_of() {
+    local engine=$1 job jobs=()
     shift
     for job in "$@"; do
         case $engine:$job in [!v]*:plugin:* | sglang:*:*:*:*:*:*:*) ;; *) jobs+=("$job") ;; esac
     done
-    [ ${#jobs[@]} -gt 0 ] || return 0
-    set -- "${jobs[@]}"
+    for ((at = 0; at < ${#jobs[@]}; at += ${AT_ONCE:-${#jobs[@]}})); do
+        beside "$engine" "${jobs[@]:at:${AT_ONCE:-${#jobs[@]}}}"
+    done
+    say "$engine is done"
+}
+
+# beside ENGINE JOB…: the jobs that start together
+beside() {
+    local engine=$1 room number=0 job failed blocks=()
+    shift
     room=$(mktemp -d)
     for job in "$@"; do
         case $job in plugin:*) number=$((number + 2)) ;; *) number=$((number + 1)) ;; esac
     done
+    for job in "$@"; do
+        case $engine:$job in weft:* | *:plugin:*) ;; *:fp8:1:*) blocks+=("${job%%:*}") ;; esac
+    done
+    if [ ${#blocks[@]} -gt 0 ]; then
+        number=$((number + 1))
+        kernels "$engine" "$room" "${blocks[@]}" &
+    fi
     for job in "$@"; do
         case $job in
         plugin:*) plugin "$job" off "$room" $number & plugin "$job" on "$room" $number & ;;
@@ -147,7 +179,6 @@ beside() {
         wait
     fi
     end_all
-    say "$engine is done"
 }
 
 imports_of() {
@@ -166,20 +197,23 @@ imports_of() {
 
 for engine in vllm sglang; do
     measured $engine || continue
-    (with_packages $engine timeout 100 python -c "$(imports_of $engine)") > "$out/import-$engine.log" 2>&1 &&
-        say "$engine is imported" || { without $engine "its import failed" && tail -30 "$out/import-$engine.log" | cut -c1-300; }
-done
-for engine in vllm sglang; do
-    measured $engine || continue
-    beside $engine "$@"
-    [ "$archives" = - ] || tar -c -I "xz -T0 -1" -f "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
+    (with_packages $engine timeout 100 python -c "$(imports_of $engine)") > "$out/import-$engine.log" 2>&1 &
+    echo "$engine $!"
+done > "$out/imports"
+while read -r engine import; do
+    wait "$import" && say "$engine is imported" ||
+        { without $engine "its import failed" && tail -30 "$out/import-$engine.log" | cut -c1-300; }
+done < "$out/imports"
+for engine in $engines; do
+    all_of $engine "$@"
+    [ $engine = weft ] || [ "$archives" = - ] ||
+        tar -c -I "xz -T0 -1" -f "$out/caches.tar.xz" -C / $(cd / && ls -d tmp/vllm-cache tmp/sglang-cache 2> /dev/null)
 done
 grep -ahoE "Enabled custom fusions.{0,80}|Initialized FlashInfer.{0,80}|Selected [A-Za-z0-9]*Kernel for [A-Za-z0-9]*|Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 grep -ahoE "(attention_backend|moe_runner_backend|fp8_gemm_runner_backend|flashinfer_allreduce_fusion_backend)='?[a-z0-9_]+|All Reduce config.{0,120}|KV Cache is allocated.{0,80}|Capture .{0,20}graph end.{0,80}|Load weight end.{0,60}" \
     "$out"/sglang-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 measured weft || exit 0
-beside weft "$@"
 for job in "$@"; do
     case $job in
     plugin:*)

@@ -1,17 +1,20 @@
-"""The modules of FlashInfer that vLLM calls on Hopper, built ahead of time by FlashInfer's own build.
+"""Modules of FlashInfer that engines call on Hopper, built ahead of time by FlashInfer's own build.
 
-    PYTHONPATH=FOLDER:. python3.12 -m benchmarks.flashinfer_modules
+    PYTHONPATH=FOLDER:. python3.12 -m benchmarks.flashinfer_modules trtllm_comm fp8_blockscale_gemm_90
+    PYTHONPATH=FOLDER:. python3.12 -m benchmarks.flashinfer_modules norm
 
-FOLDER has flashinfer-python; its `data/aot` gets the all-reduce with norm (flashinfer_norm.cu) and the GEMM of few rows in
-blocks of fp8, which FlashInfer loads from there in place of compiling them for eight minutes. Needed: ninja, torch with its
-CUDA headers, and nvcc of the same CUDA version in CUDA_HOME or in the path. No GPU is.
+FOLDER has flashinfer-python; its `data/aot` gets vLLM's all-reduce with norm (flashinfer_norm.cu) and GEMM of few rows in
+blocks of fp8, or SGLang's norms, which FlashInfer loads from there in place of compiling them, the first two for eight minutes.
+Needed: ninja, torch with its CUDA headers, and nvcc of the same CUDA version in CUDA_HOME or in the path. No GPU is.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +26,19 @@ HERE = Path(__file__).parent
 ARCH = "9.0a"
 
 
-def modules() -> list[JitSpec]:
-    from flashinfer.jit.comm import gen_trtllm_comm_module
-    from flashinfer.jit.gemm.fp8_blockscale import gen_fp8_blockscale_gemm_sm90_module
+MAKERS = {
+    "trtllm_comm": ("flashinfer.jit.comm", "gen_trtllm_comm_module"),
+    "fp8_blockscale_gemm_90": ("flashinfer.jit.gemm.fp8_blockscale", "gen_fp8_blockscale_gemm_sm90_module"),
+    "norm": ("flashinfer.jit.norm", "gen_norm_module"),
+}
 
-    all_reduce = gen_trtllm_comm_module()
-    all_reduce.sources = [HERE / "flashinfer_norm.cu"]
-    return [all_reduce, gen_fp8_blockscale_gemm_sm90_module()]
+
+def module_of(name: str) -> JitSpec:
+    place, maker = MAKERS[name]
+    module: JitSpec = getattr(importlib.import_module(place), maker)()
+    if name == "trtllm_comm":
+        module.sources = [HERE / "flashinfer_norm.cu"]
+    return module
 
 
 def link_names(folder: Path) -> None:
@@ -51,7 +60,7 @@ def main() -> None:
             "FLASHINFER_CUDA_ARCH_LIST": ARCH, "FLASHINFER_WORKSPACE_BASE": work, "LIBRARY_PATH": work,
             "CPLUS_INCLUDE_PATH": str(headers),
         }  # fmt: skip
-        for module in modules():
+        for module in map(module_of, sys.argv[1:]):
             if not module.is_aot:
                 module.build(verbose=False, need_lock=False)
                 module.aot_path.parent.mkdir(parents=True, exist_ok=True)

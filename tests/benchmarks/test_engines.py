@@ -1,6 +1,8 @@
 """Engines beside each other: what is timed, how engines that start together take turns, and the pages from their files."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -132,6 +134,53 @@ def test_sglang_is_given_ids_and_a_cache_of_the_same_bytes(monkeypatch):
     [request] = calls
     assert request["input_ids"] == [[3, 4], [5, 6]]
     assert request["sampling_params"] == {"max_new_tokens": 65, "temperature": 0.0, "ignore_eos": True}
+
+
+def test_wefts_cache_is_of_the_same_bytes(monkeypatch):
+    made = {}
+    monkeypatch.setattr(engines.weft, "LLM", lambda config, **arguments: made.update(arguments))
+    options = {"kv_cache_memory_bytes": 2_000_000_000}
+    setting = engines.Setting(
+        model="qwen3-32b", world_size=2, quantization="fp8", batches=[8], drafts=0, acceptance=1.0, draft_head="model",
+        adaptive=False, options=options,
+    )  # fmt: skip
+    engines.weft_engine(setting)
+    assert made["pages"] == 2_000_000_000 // 131_072 // made["page_size"] + 1
+    assert "kv_cache_memory_bytes" not in made and options == {"kv_cache_memory_bytes": 2_000_000_000}
+
+
+# In place of python: writes down what is started, and the file of an engine's rows.
+PYTHON = """#!/bin/bash
+[ "$1" = -c ] && exit 0
+case "$2 $3" in
+*engine_kernels*) echo "kernels ${*:3}" >> "$STARTED" ;;
+*engines\\ run) echo "$4 $6" >> "$STARTED" ;;
+esac
+while [ $# -gt 1 ]; do
+    [ "$1" = --json ] && echo '"first_ms"' > "$2"
+    shift
+done
+"""
+
+
+def test_engines_start_in_order_and_at_most_two_at_once(tmp_path):
+    """Kernels are compiled before two models in fp8 of vLLM, and not for weft, bf16, or a model on two GPUs."""
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    models = ["qwen3-8b:fp8:1", "qwen3-32b:fp8:1", "qwen3-0.6b:bf16:1", "qwen3-30b-a3b:fp8:2"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", Path(engines.__file__).parent / "engines.sh", tmp_path / "out", "-", *[f"{one}:1x128:1" for one in models]],
+        env={"ENGINES": "weft vllm", "AT_ONCE": "2", "STARTED": str(tmp_path / "started"), "PATH": path},
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    lines = (tmp_path / "started").read_text().splitlines()
+    assert [set(lines[:2]), set(lines[2:4])] == [
+        {"weft qwen3-8b", "weft qwen3-32b"}, {"weft qwen3-0.6b", "weft qwen3-30b-a3b"},
+    ]  # fmt: skip
+    assert [set(lines[4:7]), set(lines[7:])] == [
+        {"kernels vllm qwen3-8b qwen3-32b", "vllm qwen3-8b", "vllm qwen3-32b"}, {"vllm qwen3-0.6b", "vllm qwen3-30b-a3b"},
+    ]  # fmt: skip
 
 
 def test_sglang_fuses_all_reduces_of_mixtures_without_multicast(monkeypatch):

@@ -62,7 +62,7 @@ def matrices_of(team, directory, dtype, options):
         weights = layer.weights
         for name, matrix in {**weights.attention._asdict(), **weights.mlp._asdict()}.items():
             if name in ("qkv", "o", "gate_up", "down"):
-                assert matrix.data.dtype == dtype and matrix.scales.is_contiguous()
+                assert matrix.data.dtype == dtype and matrix.data.is_contiguous()
                 read[index, name] = matrix.dequantized(torch.float32)
     return read
 

@@ -35,9 +35,9 @@ TRANSPOSED = 1.5
 # two H200s, whose MLPs turned rows; they are predicted 3 to 11 % too short without it (benchmarks/results/h200-x2-fp8-prompts).
 TURNED = 6e-6
 # Most rows of a tile of a GEMM that converts a weight in 4 bits, and most rows of a tile of 128 columns, in place of 64. A tile
-# reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 115, 133, 212 us
+# reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 49, 67, 127 us
 # (benchmarks/lab/h200-four-bit-gemm.json).
-TILE_ROWS, WIDE_ROWS, L2_RATE = 128, 64, 1.2
+TILE_ROWS, WIDE_ROWS, L2_RATE = 128, 64, 1.45
 
 
 def sequential_rows(world_size: int) -> int:

@@ -31,9 +31,9 @@ MAX_ROWS = 64
 # (benchmarks/fp8_gemm.py). Gated ones had tiles of 128 rows too: steps of 128 sequences of Qwen3-32B took four H200s 38 us a
 # layer more than predicted (results/h200-x4-fp8); cuBLAS takes 24.8 us for that weight (lab/h200-fp8-gemm-w4.json).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
-# Rows up to which a 4-bit weight is converted in the GEMM, in place of before it. One H200: MXFP4 of 14336x4096, 118 rows 54
-# us, converted before 83; int4 of 25600x5120, 64 rows 93 us and 185, 128 rows 234 and 182.
-MAX_MXFP4_ROWS, MAX_INT4_ROWS = 128, 64
+# Rows up to which a 4-bit weight is converted in the GEMM, in place of before it. One H200, 25600x5120, in brackets with the
+# weight converted before: MXFP4 128 rows 127 us (179), 256 rows 248 (202); int4 128 rows 135 (178), 256 rows 267 (205).
+MAX_FOUR_BIT_ROWS = 128
 # Numbers of a weight below which that pays up to 32 rows alone: 512x1536 gated, 48 rows 18 us, converted before 11.
 LEAST_FOUR_BIT_WEIGHT = 2 << 20
 # Blocks along K of a partial sum with a 4-bit weight: the least, and the least from which twice as many programs pay.
@@ -116,15 +116,12 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     if call.fp8:
         return _fp8_rule(call, caps, gated)
     if call.four_bit:
-        most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
-        if most < M:
-            return (
-                False,
-                f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM",
-            )
+        if M > MAX_FOUR_BIT_ROWS:
+            why = "a kernel converts the weight to 16 bits, which takes less time than the GEMM"
+            return False, f"M={M} > {MAX_FOUR_BIT_ROWS}: {why}"
         if M > 32 and K * N * (2 if gated else 1) < LEAST_FOUR_BIT_WEIGHT:
             return False, f"M={M}, N={N} K={K}: a weight too small to be what takes the time is converted to 16 bits"
-        return True, f"M={M} <= {most}: the weight is read in 4 bits"
+        return True, f"M={M} <= {MAX_FOUR_BIT_ROWS}: the weight is read in 4 bits"
     if call.dtype not in HALVES:
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"
     if not call.aligned:

@@ -105,7 +105,10 @@ def prefetch_weight_scales(fp8, first, K):
 
 @triton.jit
 def scaled(acc, of_rows, of_weight, fp8, TRANSPOSED: tl.constexpr, UP: tl.constexpr = False):
-    """A tile's sums, multiplied by the scales of its rows [BLOCK_M] and of the weight's rows (``weight_scales``)."""
+    """A tile's sums, multiplied by the scales of its rows [BLOCK_M] and of the weight's rows.
+
+    of_weight  ``weight_scales``
+    """
     if UP and fp8.two:
         low, high, under_low = of_weight
         if TRANSPOSED:

@@ -25,7 +25,7 @@ TWO_PROGRAMS = 64
 # K up to which a tile's steps are so few that more programs an SM, each with fewer steps in flight, take less time: of 16
 # bits; of fp8, whose tiles then have 128 rows.
 SHORT_K, SHORT_FP8_K = 512, 2048
-# Most pairs of a tile by which a weight in 4 bits is read as it is. Not measured.
+# Most pairs of a tile by which a weight in 4 bits is read as it is.
 FEW_PAIRS = 32
 # Pairs of all tiles up to which programs of a gated GEMM with 4-bit weights are too few for all SMs.
 FEW_GATED_PAIRS = 8

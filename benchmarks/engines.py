@@ -120,7 +120,8 @@ def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
         config = {"head_dim": family.defaults["head_dim"], **config}
     if config["model_type"].endswith("_text"):
         # Published as the text model of a multimodal one, the form that vLLM reads.
-        text = {"mtp_num_hidden_layers": 1, **config}
+        # Without the dtype vLLM keeps states in bf16.
+        text = {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", **config}
         config = {
             "architectures": [family.architecture.replace("CausalLM", "ConditionalGeneration")],
             "model_type": config["model_type"].removesuffix("_text"), "torch_dtype": "bfloat16", "text_config": text,

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weft.runtime.files import put
+
 
 @contextmanager
 def held(file: Path, shared: bool = False) -> Iterator[None]:
@@ -73,7 +75,7 @@ class Budget:
             taken = json.loads(self._file.read_text()) if self._file.exists() else {}
             taken = {pid: part for pid, part in taken.items() if pid != str(os.getpid()) and _runs(int(pid))}
             if fits := sum(taken.values()) + amount <= self._total:
-                self._file.write_text(json.dumps(taken | {str(os.getpid()): amount}))
+                put(self._file, json.dumps(taken | {str(os.getpid()): amount}))
         return fits
 
 

@@ -61,6 +61,7 @@ from weft.bench.regret.measure import (
 from weft.ops import warm_up
 from weft.ops.case import Inputs
 from weft.ops.moe.moe_op import MoeShape
+from weft.runtime.files import put
 from weft.runtime.launch import launch
 from weft.runtime.team.team import Team
 
@@ -247,7 +248,8 @@ def main(options: argparse.Namespace) -> None:
         try:
             every, jobs = work_of(options, known)
             for file, made in (("shapes", every), ("jobs", jobs)):
-                (folder / "part").write_bytes(pickle.dumps(made))
+                with open(folder / "part", "wb") as part:
+                    part.write(pickle.dumps(made))
                 (folder / "part").rename(folder / file)
             for place in range(compilers, compilers + measurers):
                 processes.start("measure", place)
@@ -266,7 +268,7 @@ def main(options: argparse.Namespace) -> None:
             rows = merged(known, new)
             write(options.out, rows)
             logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in sorted(folder.glob("*.log"))]
-            options.out.with_suffix(".log").write_text("\n".join(logs))
+            put(options.out.with_suffix(".log"), "\n".join(logs))
     print("\n".join(summary([kept.row for kept in rows])))
     print(f"{len(new)} of {len(every)} shapes in {time.time() - begin:.0f} s")
 

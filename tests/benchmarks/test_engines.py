@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import engine_page, engines, fp8_page
 from benchmarks.pages import DOCS, with_tables
+from tests.limits import PROCESS
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_engines_start_in_order_and_at_most_two_at_once(tmp_path):
     subprocess.run(
         ["bash", Path(engines.__file__).parent / "engines.sh", tmp_path / "out", "-", *[f"{one}:1x128:1" for one in models]],
         env={"ENGINES": "weft vllm", "AT_ONCE": "2", "STARTED": str(tmp_path / "started"), "PATH": path},
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=PROCESS,
     )  # fmt: skip
     lines = (tmp_path / "started").read_text().splitlines()
     assert [set(lines[:2]), set(lines[2:4])] == [

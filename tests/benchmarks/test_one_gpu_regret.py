@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import latent_regret, one_gpu_regret, regret_shapes, searched_starts
 from benchmarks.locks import Budget, Room, claimed
+from tests.limits import ANSWER
 from weft.bench.names import REGRET
 from weft.bench.ops.shapes import op_of
 from weft.bench.regret.command import machine_here
@@ -43,7 +44,7 @@ def test_a_process_that_waits_to_be_alone_lets_nobody_in_before_it(tmp_path):
         time.sleep(0.2)
         told.append("first")
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=ANSWER)
     assert told == ["first", "alone", "late"]
 
 

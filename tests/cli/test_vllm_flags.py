@@ -16,7 +16,7 @@ from weft.cli import app, engine_flags, generate, serve, vllm_flags
 from weft.cli.vllm_flags import FLAGS, QUANTIZATIONS, rewritten
 from weft.console import WORLD_SIZE
 from weft.engine.config import EngineConfig
-from weft.engine.runner import cache_budget
+from weft.engine.sizes import cache_budget
 from weft.models.quantization import MADE
 
 ALL_OF_VLLM = [line.split() for line in (ROOT / "tests" / "cli" / "vllm_flags.txt").read_text().splitlines()]

@@ -130,8 +130,8 @@ def test_another_sum_for_rows_of_drafts_is_seen(reference, monkeypatch):
         """Of more rows than FIRST has sequences, as drafts have."""
         if len(logits) <= FIRST.batch:
             return log_sums(logits, slices)
-        nothing = torch.tensor([-3.0e38, 0.0]).expand(len(logits), slices - 1, 2)
-        return torch.cat((log_sums(logits, 1), nothing), 1)
+        # In another order the bits of a sum may be the same, by the instructions of the processor.
+        return log_sums(logits, slices) * torch.tensor([1.0, 1.0 + 2**-12])
 
     monkeypatch.setattr(sampling, "log_sums", by_rows)
     result = on_ranks(1, asked_of(FIRST, replace(FIRST, drafts=True)))

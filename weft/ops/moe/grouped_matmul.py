@@ -347,7 +347,8 @@ class GroupedOp(MoeOp):
         yield case(FP16, 20, 3, 6, 72, 272, local=(2, 3), four_bit="int4", **kind)
         yield case(BF16, 70, 4, 4, 40, 136, four_bit="int4", **kind)
         yield case(BF16, 9, 2, 4, 72, 144, local=(1, 3), bias=True, clamped=self.gated, four_bit="mxfp4", **kind)
-        small = FourBitTiles(block_n=32, per_sm=2, columns=32, num_warps=8, num_stages=2)
+        few = {"block_k": 128, "per_sm": 2, "columns": 32, "num_warps": 8, "num_stages": 2}
+        small = FourBitTiles(block_n=32, transposed=False, **few)
         yield case(BF16, 37, 3, 4, 80, 304, design=small, four_bit="mxfp4", block=16, **kind)
         yield case(BF16, 0, 2, 8, 32, 64, four_bit="mxfp4", **kind)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.four_bit import FourBit
+from weft.kernels.four_bit import FourBit, in_words
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight, read_back
 from weft.ops.case import Accuracy, Case, Inputs
 from weft.ops.gemm.gemm_op import FOUR_BIT
@@ -40,7 +40,9 @@ def four_bit_experts(weight: torch.Tensor, form: str | bool) -> FourBit:
         None if parts[0] is None else torch.stack(parts)
         for parts in zip(*((one.data, one.scales, one.zeros) for one in made), strict=True)
     )
-    return FourBit(data, scales, weight.shape[-1], zeros)
+    return FourBit(
+        data, in_words(scales) if zeros is None and scales.dtype == torch.uint8 else scales, weight.shape[-1], zeros
+    )
 
 
 def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:

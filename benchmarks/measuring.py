@@ -33,6 +33,8 @@ def head(**more: object) -> dict[str, Any]:
     """GPU, versions, sources, date and command of a file of results."""
     spec = sys.modules["__main__"].__spec__
     command = sys.argv if spec is None else ["-m", spec.name, *sys.argv[1:]]
+    # Files by their names alone: folders are of the machine that measured.
+    command = [Path(one).name if Path(one).is_absolute() else one for one in command]
     return {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "revision": revision(Path(weft.__file__).parent),

@@ -36,8 +36,9 @@ with_packages() {
             VLLM_DEEP_GEMM_WARMUP=skip "TRITON_CACHE_DIR=$cache/triton" "TRTLLM_DG_CACHE_DIR=$cache/tensorrt_llm")
         # FlashInfer's all-reduces over pointers, where multicast is off, each buffer in an allocation of its own. Of its
         # modules those that are built ahead alone run: others would be compiled for minutes. vLLM looks for nvcc in the path.
-        [ "$archives" = - ] || variables+=(VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm TORCH_SYMMMEM_IMPLICIT_POOL=0
-            FLASHINFER_DISABLE_JIT=1 FLASHINFER_CUDA_ARCH_LIST=9.0a "FLASHINFER_WORKSPACE_BASE=$cache"
+        # FlashInfer's fp8_blockscale_gemm_90 calls libcuda.so.1 without being linked with it.
+        [ "$archives" = - ] || variables+=(LD_PRELOAD=libcuda.so.1 VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm
+            TORCH_SYMMMEM_IMPLICIT_POOL=0 FLASHINFER_DISABLE_JIT=1 FLASHINFER_CUDA_ARCH_LIST=9.0a "FLASHINFER_WORKSPACE_BASE=$cache"
             "PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin")
         ;;
     sglang)

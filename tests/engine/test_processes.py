@@ -52,7 +52,7 @@ class CountedEngine:
         self.log.append((self.steps, "cancel"))
         self.left.pop(number, None)
 
-    def answer_in_steps(self, prompts, params):
+    def answer_in_steps(self, prompts, params, *, agreed):
         if prompts == [""]:
             raise ValueError("prompts[0]='' is empty")
         return self._steps(params[0].max_tokens)
@@ -467,7 +467,7 @@ class CountingSteps:
     def against_plan(self):
         return []
 
-    def answer_in_steps(self, prompts, params):
+    def answer_in_steps(self, prompts, params, *, agreed):
         if prompts == ["fall"]:
             raise RuntimeError("a GPU fell off") if self.rank == 1 else PeerFailed(self.rank, 1, "a GPU fell off")
         return self._steps(params[0].max_tokens)

@@ -164,6 +164,35 @@ def test_all_else_is_refused_by_name_and_place(value, said):
     assert isinstance(caught.value, TypeError) and "\n" not in str(caught.value) and len(str(caught.value)) < 350
 
 
+def test_instances_of_one_class_come_back_as_they_were():
+    shared, colours = [1], [Colour.RED] * 20
+    for values in (
+        [Point(x=float(x), more={"x": x}) for x in range(20)],
+        [Point(x=-0.0, more={"m": shared}) for _ in range(20)],
+        [Point(x=1.0)] * 9,
+        [Pair(x, colours) for x in range(9)],
+        [Pair(1, [Point(x=2.0)] * 10)] * 10,
+        colours,
+        [Point(x=1.0)] * 9 + [Pair(1)],
+    ):
+        found = there_and_back(values)
+        assert found == values and list(map(type, found)) == list(map(type, values))
+        assert same([one.x for one in found if type(one) is Point], [one.x for one in values if type(one) is Point])
+
+
+def test_equal_frozen_instances_are_sent_once():
+    params = [SamplingParams(max_tokens=3, stop=["a"])] * 500
+    message = codec.encode(params)
+    assert len(message) < 500 + 2 * len(codec.encode(params[0])) + 20 * len(codec._NAMES[SamplingParams][1])
+    assert len({id(one) for one in codec.decode(message)}) == 1
+
+
+def test_what_cannot_be_sent_in_one_of_many_is_named_with_its_index():
+    points = [Point(x=float(x), more={"x": print if x == 7 else x}) for x in range(20)]
+    with pytest.raises(NotExchangeable, match=r"^item\[7\].more\['x'\] is of type builtin_function_or_method"):
+        codec.encode(points)
+
+
 def test_too_much_is_refused(monkeypatch):
     monkeypatch.setattr(codec, "MAX_BYTES", 1000)
     for value in (b"x" * 1001, [b"x" * 500] * 2):
@@ -207,6 +236,9 @@ def word(number):
     return number.to_bytes(4, "little")
 
 
+POINT = word(len(name := f"{__name__}.Point".encode())) + name
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -226,8 +258,11 @@ def word(number):
         (b"c" + word(16) + (5).to_bytes(8, "little") * 2 + word(9) + b"123456789", "its texts are not as long as it says"),
         (b"c" + word(16) + (9).to_bytes(8, "little") + b"\xff" * 8 + word(8) + b"12345678", "its texts are not as long"),
         (codec.encode(Tile(block_m=64, block_n=64, block_k=64))[5:].replace(b"\x40", b"\x41", 1), "power of two"),
+        (b"k" + POINT + word(1 << 30) + b"x", "ends in the middle"),
+        (b"k" + POINT + word(2) + b"xx" + word(1) + b"l" + word(0), "does not hold 2 instances of Point"),
+        (b"k" + POINT + word(2) + b"xx" + word(2) + (b"t" + word(3) + b"NNN") * 2, "does not hold 2 instances of Point"),
     ],
-    ids=range(16),
+    ids=range(19),
 )  # fmt: skip
 def test_what_is_wrong_with_a_message_is_said(body, said):
     with pytest.raises(codec.Malformed, match=said):

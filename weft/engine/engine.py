@@ -189,22 +189,16 @@ class Engine:
         return _one_by_one(self.answer_in_steps(prompts, params))
 
     def answer_in_steps(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, agreed: bool = False
     ) -> Generator[list[Piece], None, None]:
-        """Yield, once per step, a list of the pieces that have arrived, which may be empty; else as `answer`."""
+        """Yield, once per step, a list of the pieces that have arrived, which may be empty; else as `answer`.
+
+        agreed  prompts and params come from one rank, so they are not compared
+        """
         prompts, params = list(prompts), list(params)
         self.settle()  # the next step reads prompts, and would do so
-        # Requests themselves take longer to exchange: only where their digests differ.
-        digests = self.team.exchange(hashlib.sha256(encode((prompts, params), "prompts and params")).digest())
-        asked = self.team.exchange((prompts, params)) if len(set(digests)) > 1 else []
-        for rank, other in enumerate(asked):
-            if other != asked[0]:
-                pairs = (pair for parts in zip(other, asked[0], strict=True) for pair in zip_longest(*parts))
-                one, first = next(pair for pair in pairs if pair[0] != pair[1])
-                raise ValueError(
-                    f"rank {rank} asked for {difference(one, first)}, rank 0 for {difference(first, one)}; "
-                    f"all ranks must pass the same"
-                )
+        if not agreed and self.team.size > 1:
+            self._check_same(prompts, params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
         if not prompts:
@@ -218,6 +212,20 @@ class Engine:
                 answers.append(self.requests.answer_to(ids, one, prompt, index))
             self.batch.scheduler.check(f"prompts[{prompt}]", answers[-1])
         return self._answer(answers)
+
+    def _check_same(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
+        """ValueError unless all ranks were given the same. Collective."""
+        # Requests themselves take longer to exchange: only where their digests differ.
+        digests = self.team.exchange(hashlib.sha256(encode((prompts, params), "prompts and params")).digest())
+        asked = self.team.exchange((prompts, params)) if len(set(digests)) > 1 else []
+        for rank, other in enumerate(asked):
+            if other != asked[0]:
+                pairs = (pair for parts in zip(other, asked[0], strict=True) for pair in zip_longest(*parts))
+                one, first = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"rank {rank} asked for {difference(one, first)}, rank 0 for {difference(first, one)}; "
+                    f"all ranks must pass the same"
+                )
 
     def submit(self, prompt: Prompt, params: SamplingParams, number: int | None = None) -> int:
         """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.

@@ -136,7 +136,7 @@ class RequestLoop:
         if self._call is None and self._waiting:
             number = next(iter(self._waiting))
             try:
-                self._call = number, self._engine.answer_in_steps(*self._waiting.pop(number))
+                self._call = number, self._engine.answer_in_steps(*self._waiting.pop(number), agreed=True)
             except ValueError as error:  # the same on every rank, and the next call may be right
                 return self._tell("rejected", (number, str(error)))
             self._tell("accepted", [number])

@@ -130,9 +130,11 @@ class SamplingParams:
     lora: str | None = None
 
     def __post_init__(self) -> None:
-        # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
+        # Plain values, as ranks exchange them, also from NumPy's numbers and strings. Most are defaults, which are.
         for name, plain in _PLAIN.items():
-            object.__setattr__(self, name, plain(name, getattr(self, name)))
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if type(value) is not type(default) or value != default:
+                object.__setattr__(self, name, plain(name, value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
         if self.min_tokens and self.structured_outputs is not None:
@@ -305,8 +307,16 @@ _PLAIN: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
+
+
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
-    """Parameters for each prompt of a call, with seeds of their own: equal prompts get different answers."""
+    """Parameters for each prompt of a call, with seeds of their own: equal prompts get different answers.
+
+    The same ones for all where no token is drawn; these go to the ranks once.
+    """
+    if params.temperature == 0.0:
+        return [params] * prompts
     return [replace(params, seed=derived(params.seed, index, 0x9E3779B97F4A7C15)) for index in range(prompts)]
 
 
@@ -358,6 +368,8 @@ def check_prompt(name: str, prompt: Prompt) -> None:
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
+    if set(map(type, prompt)) <= {int}:
+        return
     for index, token in enumerate(prompt):
         if not is_integer(token):
             raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")

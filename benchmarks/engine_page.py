@@ -17,7 +17,9 @@ from typing import Any
 from benchmarks.pages import DOCS, write
 
 LAB = Path(__file__).parent / "lab"
-FOLDERS = ("h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer", "h200-x4-vllm-0.26")
+FOLDERS = (
+    "h200-x1-engines", "h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer", "h200-x4-vllm-0.26",
+)  # fmt: skip
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -101,7 +103,7 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         *[""] * bool(notes),
         f"Geometric means of the rows that both have: {'; '.join(means)}. "
         * bool(means)
-        + f"Caches cold, weft is ready after {ours['ready_seconds']:.0f} s{''.join(ready)}; weft at "
+        + f"weft is ready after {ours['ready_seconds']:.0f} s{''.join(ready)}; weft at "
         f"{ours['revision'].split()[0][:8]}.",
         "",
     ]

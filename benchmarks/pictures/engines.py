@@ -15,11 +15,15 @@ from typing import Any
 from benchmarks.pictures.svg import Palette, box, document, line, text
 
 LAB = Path(__file__).resolve().parent.parent / "lab"
-GPU, WORLD_SIZE = "NVIDIA H200", 2
+# Numbers of GPUs: the first one's pairs are in the picture, of the others those beside SGLang.
+GPU, GPUS = "NVIDIA H200", {2: "two H200s", 1: "one H200"}
+# Its two engines ran on two machines.
+LEFT_OUT = "h200-engines"
 PROMPTS, TOKENS = (1, 8, 32, 128), 128
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 # Of the runs in a folder, whose files do not have it.
 DATES = {
+    "h200-x1-engines": "2026-11-29",
     "h200-x2-engines": "2026-11-26",
     "h200-x2-vllm-0.26": "2026-11-28",
     "h200-x2-vllm-0.26-flashinfer": "2026-11-28",
@@ -28,10 +32,11 @@ DATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Times of two engines. ``rows``: (weft's ms a token, the other engine's) by the number of prompts."""
+    """Times of two engines on a number of GPUs. ``rows``: (weft's ms a token, the other engine's) by the number of prompts."""
 
     model: str
     form: str
+    gpus: int
     engine: str
     version: str
     date: str
@@ -39,22 +44,25 @@ class Pair:
 
 
 def pairs(lab: Path = LAB) -> list[Pair]:
-    """Pairs on two H200s by model, form and engine."""
-    newest: dict[tuple[str, str, str, bool], tuple[tuple[int, ...], Pair]] = {}
-    for folder in sorted(each for each in lab.iterdir() if each.is_dir()):
+    """Pairs by number of GPUs, model, form and engine."""
+    newest: dict[tuple[int, str, str, str, bool], tuple[tuple[int, ...], Pair]] = {}
+    for folder in sorted(each for each in lab.iterdir() if each.is_dir() and each.name != LEFT_OUT):
         reports = [report for report in map(read, sorted(folder.glob("*.json"))) if report]
         for ours in (report for report in reports if report["engine"] == "weft"):
             for other in reports:
                 whole = bool(other.get("flashinfer"))  # else vLLM 0.26 has no fused all-reduces
-                key = (ours["model"], form_of(ours), other["engine"], whole)
+                gpus = ours["world_size"]
+                key = (list(GPUS).index(gpus), ours["model"], form_of(ours), other["engine"], whole)
                 rows = rows_of(ours, other)
-                if other["engine"] == "weft" or (other["model"], form_of(other)) != key[:2] or not rows:
+                same = (other["world_size"], other["model"], form_of(other)) == (gpus, ours["model"], form_of(ours))
+                if other["engine"] == "weft" or not same or not rows:
                     continue
                 version = tuple(int(part) for part in other["version"].split(".")[:3])
                 named = other["version"] + (", with FlashInfer" if whole else "")
+                engine = NAMES.get(other["engine"], other["engine"])
                 pair = Pair(
-                    model=titled(ours["model"]), form=key[1], engine=NAMES.get(other["engine"], other["engine"]),
-                    version=named, date=DATES.get(folder.name, ""), rows=rows,
+                    model=titled(ours["model"]), form=form_of(ours), gpus=gpus, engine=engine, version=named,
+                    date=DATES.get(folder.name, ""), rows=rows,
                 )  # fmt: skip
                 if key not in newest or newest[key][0] < version:
                     newest[key] = (version, pair)
@@ -62,10 +70,10 @@ def pairs(lab: Path = LAB) -> list[Pair]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Report of a run of one engine on the machine that is shown, without drafts; None for other files."""
+    """Report of a run of one engine on the machines that are shown, without drafts; None for other files."""
     report = json.loads(file.read_text())
     is_run = isinstance(report, dict) and {"engine", "version", "rows"} <= report.keys()
-    if not is_run or report.get("drafts") or (report["device"], report["world_size"]) != (GPU, WORLD_SIZE):
+    if not is_run or report.get("drafts") or report["device"] != GPU or report["world_size"] not in GPUS:
         return None
     return report
 
@@ -107,13 +115,14 @@ def table(shown: Iterable[Pair]) -> str:
             for prompts in PROMPTS
         ]
         when = f", {pair.date}" if pair.date else ""
-        name = f"{pair.model}, {pair.form}, beside {pair.engine} {pair.version}{when}"
+        name = f"{pair.model}, {pair.form}, {GPUS[pair.gpus]}, beside {pair.engine} {pair.version}{when}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*head, *lines]) + "\n"
 
 
 def picture(shown: list[Pair], colours: Palette) -> str:
-    """Two bars for each number of prompts: weft's and the other engine's."""
+    """Two bars for each number of prompts: weft's and the other engine's, of the pairs that GPUS names."""
+    shown = [pair for pair in shown if pair.gpus == next(iter(GPUS)) or pair.engine == NAMES["sglang"]]
     width, left, bar, top = 860, 190, 11, 46
     most = max(time for pair in shown for times in pair.rows.values() for time in times)
     scale = (width - left - 110) / most
@@ -122,6 +131,7 @@ def picture(shown: list[Pair], colours: Palette) -> str:
         name = f"{pair.engine} {pair.version}" + (f", {pair.date}" if pair.date else "")
         parts.append(text(8, y + 12, f"{pair.model}, {pair.form}", colours.ink, 13, weight="bold"))
         parts.append(text(8, y + 29, f"beside {name}", colours.faint, 11))
+        parts.append(text(8, y + 44, GPUS[pair.gpus], colours.faint, 11))
         for prompts, (ours, other) in pair.rows.items():
             label = "1 prompt" if prompts == 1 else f"{prompts} prompts"
             parts.append(text(left + 62, y + 16, label, colours.faint, 11, "end"))
@@ -133,7 +143,7 @@ def picture(shown: list[Pair], colours: Palette) -> str:
             y += 2 * bar + 9
         y += 14
     head = [
-        text(8, 18, "Milliseconds a token, two H200s, prompts of 128 tokens (less is better)", colours.ink, 13, weight="bold"),
+        text(8, 18, "Milliseconds a token, prompts of 128 tokens (less is better)", colours.ink, 13, weight="bold"),
         box(8, 27, 10, 10, colours.weft), text(23, 36, "weft", colours.faint, 11),
         box(60, 27, 10, 10, colours.other), text(75, 36, "the other engine (its time over weft's)", colours.faint, 11),
         line(left + 68, top - 4, left + 68, y - 14, colours.line),

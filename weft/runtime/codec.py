@@ -133,10 +133,10 @@ def _put_list(out: bytearray, values: list, place: Place, depth: int) -> None:
 
 
 def _put_columns(out: bytearray, values: list, kind: type, place: Place, depth: int) -> bool:
-    """Put instances of one class field by field, once what all hold; False for other values, and where a field refuses.
+    """Put instances of one class field by field; False for other values, and where a field refuses.
 
-    A byte for each comes first: a reader takes no number on trust. Ones of a frozen class that hold the same become one
-    instance, such as the parameters of a call's greedy requests: these took longer than the prompts.
+    What all hold is put once. A byte for each comes first: a reader takes no number on trust. Ones of a frozen class that hold
+    the same become one instance, such as the parameters of a call's greedy requests: these took longer than the prompts.
     """
     name, fields = _NAMES.get(kind, ("", None))
     if not fields:

@@ -3,7 +3,7 @@
     python -m benchmarks.engine_page
 
 Each model, form of its weights and number of drafts that weft and another engine have in a folder of FOLDERS is a table; all
-rows are printed, also where weft is slower.
+rows of all engines are printed, also where weft is slower or has none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {machine}{beside}",
         "",
-        "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + "".join(
+        "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + " ".join(
             f"{OTHERS[other['engine']]} {other['version']}: first, ms | a token, ms | tokens/s "
             "| first, ratio | a token, ratio |"
             for other in others
@@ -70,16 +70,16 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|" + "---:|---:|---:|---:|---:|" * len(others),
     ]  # fmt: skip
     ratios: dict[str, list[list[float]]] = {other["engine"]: [] for other in others}
-    for row in ours["rows"]:
-        cells = [f"{row['prompts']}x{row['tokens']}", *figures(row)]
-        for other in others:
-            shapes = {(one["prompts"], one["tokens"]): one for one in other["rows"]}
-            beside = shapes.get((row["prompts"], row["tokens"]))
-            cells += figures(beside)
-            if beside is None:
+    times = [{(row["prompts"], row["tokens"]): row for row in one["rows"]} for one in (ours, *others)]
+    for shape in dict.fromkeys(shape for rows in times for shape in rows):
+        of_weft, *of_others = (rows.get(shape) for rows in times)
+        cells = ["x".join(map(str, shape)), *figures(of_weft)]
+        for other, row in zip(others, of_others, strict=True):
+            cells += figures(row)
+            if of_weft is None or row is None:
                 cells += ["–"] * 2
                 continue
-            both = [beside[field] / row[field] for field in ("first_ms", "per_token_ms")]
+            both = [row[field] / of_weft[field] for field in ("first_ms", "per_token_ms")]
             ratios[other["engine"]].append(both)
             cells += [f"{ratio:.2f}" for ratio in both]
         lines.append("| " + " | ".join(cells) + " |")

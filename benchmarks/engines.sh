@@ -29,7 +29,9 @@
 # Start two of an engine's models at once, not more. Four of vLLM's on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
 # after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
 # torch.compile 55 to 79 s, the profiling run 11 to 20 s (110 s for gated delta nets beside three others), graphs 22 to 35 s, in which
-# nvcc compiles DeepGEMM's kernels; ready after 156 s and more. Three on 32 cores: after 169, 246 and 316 s. A row of blocks of fp8
+# nvcc compiles DeepGEMM's kernels; ready after 156 s and more. Three on 32 cores: after 169, 246 and 316 s.
+# On one H200 and 16 cores two of vLLM's: 46 s with all caches, 79 s with DeepGEMM's kernels alone, cold 114 s, and 255 s with gated
+# delta nets; three of SGLang's at once, cold: 117 to 141 s, of which graphs of prompts are 64 to 87. A row of blocks of fp8
 # with another number of tokens compiles four kernels of DeepGEMM when it is first called, some 15 s each. OUT gets caches.tar.xz of
 # all that was compiled, which lies beside the archives the next time: then a start is a matter of weights and graphs.
 set -u

@@ -12,6 +12,7 @@ from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.family import ExpertOptions
 from weft.models.routed_experts import READS, sigmoid_experts, softmax_experts
+from weft.parallel import plain
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -165,3 +166,30 @@ def test_random_weights_of_a_model_in_mxfp4(plain_ops):
     (first, logits), (second, others) = weft.simulate(main, 2)
     assert first > 0 and second == 0
     assert logits.isfinite().all() and torch.equal(logits, others)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_tokens_of_random_weights_choose_evenly(family, plain_ops, monkeypatch):
+    """Else steps that are measured read fewer experts than those of a trained model: 32 tokens choose 55 of 64 on average."""
+    sizes = {"hidden_size": 256, "num_experts_per_tok": 4, "vocab_size": 256, "num_hidden_layers": 4}
+    counts = {
+        "gpt_oss": {"num_local_experts": 64},
+        "glm4_moe": {"n_routed_experts": 64, "first_k_dense_replace": 0, "moe_intermediate_size": 64},
+    }
+    config = DecoderConfig.from_dict({"model_type": family} | SMALL | sizes | counts[family])
+    chosen, given = [], plain.routing_of
+
+    def routing_of(*arguments):
+        chosen.append(given(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(plain, "routing_of", routing_of)
+
+    def main(team):
+        model = Decoder(config, team, mode="reference", dtype=torch.float32).fill_dummy()
+        all_logits(model, torch.arange(32)[:, None])
+
+    weft.simulate(main, 1)
+    layers = [ids for ids, _ in chosen]
+    assert [ids.shape for ids in layers] == [(32, 4)] * 4
+    assert min(len(ids.unique()) for ids in layers) >= 38

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,9 +18,14 @@ from weft.parallel.sharding import SeveralShards, Shard
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+QKV_BIAS = re.compile(r"\b(q|k|v|qkv)_proj\.bias$")
+
 
 def fill_dummy(shards: Mapping[str, Shard], team: Team, *, whole: bool = False) -> None:
-    """Fill shards by their names: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise.
+    """Fill shards by their names: matrices and biases N(0, 0.02), biases of q, k and v N(0, 0.1), norms 1 and 5 % noise.
+
+    Larger biases would be a part that all tokens have in common: of their values, of the residual stream, of the logits of
+    experts. The tokens would choose alike, and a step would read too few experts.
 
     A rank has the same weights on every run, and all ranks the same ones of replicated shards.
     whole  a rank makes each tensor whole and takes its part, so that ranks of every number have parts of one model
@@ -68,4 +74,4 @@ def _drawn(name: str, x: torch.Tensor, generator: torch.Generator, *, e4m3: bool
     if "norm" in name:
         return x.normal_(1.0, 0.05, generator=generator)
     # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
-    return x.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
+    return x.normal_(0.0, 0.1 if QKV_BIAS.search(name) else 0.02, generator=generator)

@@ -180,7 +180,7 @@ def test_the_newest_version_of_an_engine_is_shown(tmp_path):
     [pair] = engines.pairs(tmp_path)
     assert (pair.model, pair.form, pair.engine, pair.version) == ("Qwen3-8B", "bf16", "vLLM", "0.26.0")
     assert pair.rows == {1: (4.0, 8.0)}
-    assert "| Qwen3-8B, bf16, beside vLLM 0.26.0 | 4.00, 8.00 (2.00x) | – |" in engines.table([pair])
+    assert "| Qwen3-8B, bf16, two H200s, beside vLLM 0.26.0 | 4.00, 8.00 (2.00x) | – |" in engines.table([pair])
 
 
 def test_a_report_is_shown_line_by_line_as_it_is_printed():

@@ -170,7 +170,7 @@ def test_random_weights_of_a_model_in_mxfp4(plain_ops):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
 def test_tokens_of_random_weights_choose_evenly(family, plain_ops, monkeypatch):
-    """Else steps that are measured read fewer experts than those of a trained model: 32 tokens choose 55 of 64 on average."""
+    """Else steps that are measured read fewer experts than of a trained model: 32 tokens choose 55 of 64 on average."""
     sizes = {"hidden_size": 256, "num_experts_per_tok": 4, "vocab_size": 256, "num_hidden_layers": 4}
     counts = {
         "gpt_oss": {"num_local_experts": 64},

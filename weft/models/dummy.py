@@ -22,7 +22,7 @@ QKV_BIAS = re.compile(r"\b(q|k|v|qkv)_proj\.bias$")
 
 
 def fill_dummy(shards: Mapping[str, Shard], team: Team, *, whole: bool = False) -> None:
-    """Fill shards by their names: matrices and biases N(0, 0.02), biases of q, k and v N(0, 0.1), norms 1 and 5 % noise.
+    """Fill shards by their names: N(0, 0.02), biases of q, k and v N(0, 0.1), norms 1 and 5 % noise.
 
     Larger biases would be a part that all tokens have in common: of their values, of the residual stream, of the logits of
     experts. The tokens would choose alike, and a step would read too few experts.

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import weft
 from benchmarks.measuring import head
+from weft.bench.models.breakdown import kernels_of
 from weft.engine import Engine, SamplingParams
 from weft.models.config import DecoderConfig
 from weft.runtime.files import put
@@ -44,23 +45,20 @@ def profiled(call: Callable[[], object]) -> dict[str, Any]:
         with torch.profiler.record_function("call"):
             call()
         torch.cuda.synchronize()
-    events = profiler.events()
-    begin = next(event.time_range.start for event in events if event.name == "call")
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in events
-        if str(event.device_type).endswith("CUDA") and event.name != "call"
-    )
-    reached, busy, gaps = kernels[0][0], 0.0, []
+    begin = next(event.time_range.start for event in profiler.events() if event.name == "call")
+    # The call may be an event of the GPU too.
+    kernels = sorted((one for one in kernels_of(profiler) if one.name != "call"), key=lambda kernel: kernel.start)
+    first = reached = kernels[0].start
+    busy, gaps = 0.0, []
     sums: Counter[str] = Counter()
-    for start, end, name in kernels:
+    for name, start, end in kernels:
         if start > reached:
             gaps.append((round((start - reached) / 1e3, 3), name))
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
         sums[name] += end - start
     return {
-        "before_ms": (kernels[0][0] - begin) / 1e3, "span_ms": (reached - kernels[0][0]) / 1e3, "busy_ms": busy / 1e3,
+        "before_ms": (first - begin) / 1e3, "span_ms": (reached - first) / 1e3, "busy_ms": busy / 1e3,
         "kernels_ms": {name: round(us / 1e3, 3) for name, us in sums.most_common(MOST_KERNELS)},
         "gaps_ms": sorted(gaps, reverse=True)[:MOST_GAPS],
     }  # fmt: skip

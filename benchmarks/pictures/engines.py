@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.pictures.svg import Palette, box, document, line, text
 
 LAB = Path(__file__).resolve().parent.parent / "lab"
-# Numbers of GPUs: the first one's pairs are in the picture, of the others those beside SGLang.
+# Numbers of GPUs in words: all pairs on the first are in the picture, on the second the pairs beside SGLang.
 GPU, GPUS = "NVIDIA H200", {2: "two H200s", 1: "one H200"}
 # Its two engines ran on two machines.
 LEFT_OUT = "h200-engines"
@@ -121,7 +121,7 @@ def table(shown: Iterable[Pair]) -> str:
 
 
 def picture(shown: list[Pair], colours: Palette) -> str:
-    """Two bars for each number of prompts: weft's and the other engine's, of the pairs that GPUS names."""
+    """Two bars for each number of prompts, weft's and the other engine's: all pairs on two GPUs, beside SGLang on one."""
     shown = [pair for pair in shown if pair.gpus == next(iter(GPUS)) or pair.engine == NAMES["sglang"]]
     width, left, bar, top = 860, 190, 11, 46
     most = max(time for pair in shown for times in pair.rows.values() for time in times)

@@ -234,6 +234,16 @@ def test_the_page_pairs_runs_of_one_setting(tmp_path):
     assert "Geometric means of the rows that both have: vLLM 1.00 and 1.50; SGLang 1.00 and 1.25." in page
 
 
+def test_the_page_has_rows_that_weft_lacks(tmp_path):
+    other = report("vllm", 3.0)
+    other["rows"] = [*other["rows"], {**other["rows"][0], "prompts": 16}]
+    for run in (report("weft", 2.0), other):
+        (tmp_path / f"{run['engine']}.json").write_text(json.dumps(run))
+    page = engine_page.tables([tmp_path])
+    assert "\n| 16x128 | – | – | – | 10.0 | 3.00 | 5,149 | – | – |\n" in page
+    assert "Geometric means of the rows that both have: vLLM 1.00 and 1.50." in page
+
+
 @pytest.mark.parametrize("version, marked", [(None, True), ("0.6.14", False)])
 def test_the_page_says_of_vllm_that_it_ran_without_flashinfer(tmp_path, version, marked):
     for run in (report("weft", 2.0), report("vllm", 3.0, flashinfer=version)):

@@ -21,7 +21,7 @@ import weft
 from tests.limits import ANSWER, PROCESS
 from tests.runtime.sockets import listening
 from weft import SamplingParams
-from weft.engine import Completion, loop
+from weft.engine import Completion, loop, params
 from weft.engine import llm as llm_module
 from weft.engine.answers import join_pieces
 from weft.engine.batch import Batch
@@ -557,3 +557,17 @@ def test_several_answers_of_a_prompt_are_those_of_their_own_seeds(byte_model):
     assert [one.prompt_logprobs is None for one in found] == [False, True, True, False]
     assert join_pieces(iter(pieces), 1) == found[:3] and {piece.prompt for piece in pieces} == {0}
     assert len(SamplingParams(n=2).answers()) == 2  # equal ones
+
+
+def test_checks_of_sampling_parameters_leave_defaults_as_they_are():
+    """So parameters that have them are not checked."""
+    assert params._PLAIN.keys() == params._DEFAULTS.keys()
+    for name, default in params._DEFAULTS.items():
+        plain = params._PLAIN[name](name, default)
+        assert (type(plain), plain) == (type(default), default), name
+
+
+def test_greedy_parameters_of_a_call_are_one_instance_and_sampled_ones_have_seeds():
+    greedy = params.one_each(SamplingParams(), 3)
+    assert len({id(one) for one in greedy}) == 1 and greedy[0] == SamplingParams()
+    assert len({one.seed for one in params.one_each(SamplingParams(temperature=0.5), 3)}) == 3

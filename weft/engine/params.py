@@ -305,8 +305,7 @@ _PLAIN: dict[str, Callable[[str, Any], Any]] = {
     "cache_salt": _salt,
     "lora": _salt,
 }
-
-
+# Their functions leave them as they are.
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
 
 

@@ -18,6 +18,7 @@ from weft.parallel.sharding import SeveralShards, Shard
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+# Biases of q, k and v, together or alone.
 QKV_BIAS = re.compile(r"\b(q|k|v|qkv)_proj\.bias$")
 
 

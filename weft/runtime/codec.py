@@ -157,11 +157,6 @@ def _put_columns(out: bytearray, values: list, kind: type, place: Place, depth: 
     return True
 
 
-def _is_frozen(cls: type) -> bool:
-    """True for a frozen dataclass."""
-    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-
-
 def _put_sequence(out: bytearray, values: list | tuple, place: Place, depth: int) -> None:
     out += {list: b"l", tuple: b"t", torch.Size: b"z"}[type(values)] + struct.pack("<I", len(values))
     for index, one in enumerate(values):
@@ -328,7 +323,8 @@ class _Reader:
         columns, names = self.values(depth), _NAMES[cls][1] or ()
         if len(columns) != len(names) or any(len(one) != {tuple: 1, list: number}.get(type(one)) for one in columns):
             raise Malformed(f"it does not hold {number} instances of {cls.__name__}")
-        if number and _is_frozen(cls) and all(type(one) is tuple for one in columns):
+        frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+        if number and frozen and all(type(one) is tuple for one in columns):
             return [cls(**{name: one for name, (one,) in zip(names, columns, strict=True)})] * number
         columns = [one * number if type(one) is tuple else one for one in columns]
         return [cls(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]

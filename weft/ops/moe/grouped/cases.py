@@ -40,9 +40,9 @@ def four_bit_experts(weight: torch.Tensor, form: str | bool) -> FourBit:
         None if parts[0] is None else torch.stack(parts)
         for parts in zip(*((one.data, one.scales, one.zeros) for one in made), strict=True)
     )
-    return FourBit(
-        data, in_words(scales) if zeros is None and scales.dtype == torch.uint8 else scales, weight.shape[-1], zeros
-    )
+    if scales.dtype == torch.uint8:  # of MXFP4
+        scales = in_words(scales)
+    return FourBit(data, scales, weight.shape[-1], zeros)
 
 
 def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:

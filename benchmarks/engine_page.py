@@ -18,7 +18,8 @@ from benchmarks.pages import DOCS, write
 
 LAB = Path(__file__).parent / "lab"
 FOLDERS = (
-    "h200-x1-engines", "h200-x1-vllm-0.26", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer", "h200-x4-vllm-0.26",
+    "h200-x1-engines", "h200-x1-vllm-0.26", "h200-x2-engines-three", "h200-x2-vllm-0.26", "h200-x2-vllm-0.26-flashinfer",
+    "h200-x4-vllm-0.26",
 )  # fmt: skip
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
 

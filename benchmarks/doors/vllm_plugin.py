@@ -2,7 +2,7 @@
 
     python -m benchmarks.doors.vllm_plugin run --plugin off --model qwen3-8b --world-size 2 --json RUNS/vllm-off.json [--quick]
     python -m benchmarks.doors.vllm_plugin run --plugin on --model qwen3-8b --world-size 2 --json RUNS/vllm-on.json [--quick]
-    python -m benchmarks.doors.vllm_plugin table RUNS/vllm-off.json RUNS/vllm-on.json
+    python -m benchmarks.doors.vllm_plugin table RUNS/vllm-off.json RUNS/vllm-on.json [--json RUNS/vllm.json]
 
 A run is a process of its own, since vLLM reads WEFT_VLLM where it starts. Random weights, random prompts, greedy, CUDA graphs;
 --quick leaves torch.compile out and captures few sizes, so that a run starts within a minute. The table compares tokens too: at
@@ -31,6 +31,7 @@ NEW, REPEATS = 32, 3
 MOST_LENGTH = 4608
 # Difference of two log-probabilities below which rounding decides; bf16 logits of a 32B model differ by some hundredths.
 NEAR_TIE = 0.1
+TIMES = ("first_ms", "per_token_ms")
 
 
 def offer_plugin(folder: Path) -> None:
@@ -93,6 +94,7 @@ def run(plugin: str, model: str, world_size: int, chosen: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as folder:
         offer_plugin(Path(folder))
         from benchmarks.engines import alone
+        from benchmarks.measuring import head
 
         begin = time.perf_counter()
         llm = engine(model, world_size, chosen.quick, chosen.options)
@@ -102,7 +104,7 @@ def run(plugin: str, model: str, world_size: int, chosen: argparse.Namespace) ->
         from weft.models.config import DecoderConfig
 
         report: dict[str, Any] = {
-            "door": "vllm", "plugin": plugin, "vllm": vllm.__version__, "model": model, "world_size": world_size,
+            **head(), "door": "vllm", "plugin": plugin, "vllm": vllm.__version__, "model": model, "world_size": world_size,
             "quick": chosen.quick, "options": chosen.options, "gpu": torch.cuda.get_device_name(),
             "ready_seconds": time.perf_counter() - begin, "rows": [],
         }  # fmt: skip
@@ -131,21 +133,34 @@ def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, f
     return differing, worst, earliest
 
 
-def table(off: dict[str, Any], on: dict[str, Any]) -> str:
-    """Both runs side by side as Markdown. ValueError if tokens differ by more than a near-tie."""
+def joined(off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
+    """Both runs in one report: times, and how far tokens differ, without the tokens themselves."""
+    rows = []
+    for one, other in zip(off["rows"], on["rows"], strict=False):
+        differing, gap, earliest = first_difference(one, other)
+        row = {name: one[name] for name in ("prompts", "tokens")}
+        row |= {"without": {name: one[name] for name in TIMES}, "with": {name: other[name] for name in TIMES}}
+        rows.append(row | {"differing": differing, "gap": gap, "earliest": earliest})
+    return {name: value for name, value in off.items() if name not in ("plugin", "rows")} | {"rows": rows}
+
+
+def table(report: dict[str, Any]) -> str:
+    """A report of ``joined`` as Markdown. ValueError if tokens differ by more than a near-tie."""
+    where = f"{report['world_size']} x {report['gpu']}"
     lines = [
-        f"vLLM {off['vllm']}, {off['model']}, {off['world_size']} x {off['gpu']}: first token / each further one, ms", "",
+        f"vLLM {report['vllm']}, {report['model']}, {where}: first token / each further one, ms", "",
         "| prompts x tokens | without | with weft | gain | answers that differ |", "|---|---|---|---|---|",
     ]  # fmt: skip
     far = []
-    for one, other in zip(off["rows"], on["rows"], strict=False):
-        label = f"{one['prompts']}x{one['tokens']}"
-        cells = [f"{row['first_ms']:.1f} / {row['per_token_ms']:.2f}" for row in (one, other)]
-        gain = " / ".join(f"{one[field] / other[field]:.2f}" for field in ("first_ms", "per_token_ms"))
-        differing, gap, earliest = first_difference(one, other)
-        said = f"{differing}, from token {earliest} on, by {gap:.3f}" if differing else "0"
+    for row in report["rows"]:
+        label = f"{row['prompts']}x{row['tokens']}"
+        one, other = row["without"], row["with"]
+        cells = [f"{times['first_ms']:.1f} / {times['per_token_ms']:.2f}" for times in (one, other)]
+        gain = " / ".join(f"{one[field] / other[field]:.2f}" for field in TIMES)
+        differing = row["differing"]
+        said = f"{differing}, from token {row['earliest']} on, by {row['gap']:.3f}" if differing else "0"
         lines.append(f"| {label} | {cells[0]} | {cells[1]} | {gain} | {said} |")
-        if gap > NEAR_TIE:
+        if row["gap"] > NEAR_TIE:
             far.append(label)
     if far:
         raise ValueError("\n".join([*lines, f"tokens differ by more than {NEAR_TIE} at {', '.join(far)}"]))
@@ -165,8 +180,10 @@ def main() -> None:
     one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
     one.add_argument("--engines", type=int, default=1, help="number of engines that meet in the room")
     two = commands.add_parser("table")
-    two.add_argument("off", type=Path)
-    two.add_argument("on", type=Path)
+    two.add_argument(
+        "files", type=Path, nargs="+", help="a run without and one with the plugin, or what --json wrote of two"
+    )
+    two.add_argument("--json", type=Path, help="put both into one file, without the tokens")
     options = parser.parse_args()
     if options.command == "run":
         from benchmarks.engines import arrive
@@ -176,7 +193,11 @@ def main() -> None:
         finally:
             arrive(options.room, options.json.stem)
     else:
-        print(table(*(json.loads(file.read_text()) for file in (options.off, options.on))))
+        reports = [json.loads(file.read_text()) for file in options.files]
+        report = reports[0] if len(reports) == 1 else joined(*reports)
+        if options.json is not None:
+            put(options.json, json.dumps(report, indent=1) + "\n")
+        print(table(report))
 
 
 if __name__ == "__main__":

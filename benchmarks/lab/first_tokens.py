@@ -6,7 +6,8 @@ One GPU, random weights and prompts. A row is a number of prompts of equal lengt
 (``EngineConfig.chunk_tokens``): milliseconds of a call for one token each, the median of --repeats after calls that capture
 graphs; and of one more call under the profiler the milliseconds until the first kernel begins and from there until the last
 one ends, those in which kernels run, the sums by name, and the longest gaps with the kernel after each. The call is made in
-the rank's process, so what a ``weft.LLM`` sends it through a pipe is not in it. No GPU has run this file yet.
+the rank's process, so what a ``weft.LLM`` sends it through a pipe is not in it. Kernels that are launched before the one before
+them has ended wait for it, which is in their sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Milliseconds a token of weft's engine and of other engines, from the files of ``benchmarks.engines`` in benchmarks/lab.
 
 Two engines are compared where one folder, so one machine, has both at one model and form of weights; of several folders with
-the same pair the one with the newest version of the other engine is shown.
+the same pair the one with the newest version of the other engine is shown, then the one with the most rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 DATES = {
     "h200-x1-engines": "2026-11-29",
     "h200-x2-engines": "2026-11-26",
+    "h200-x2-engines-three": "2026-11-29",
     "h200-x2-vllm-0.26": "2026-11-28",
     "h200-x2-vllm-0.26-flashinfer": "2026-11-28",
 }
@@ -45,7 +46,7 @@ class Pair:
 
 def pairs(lab: Path = LAB) -> list[Pair]:
     """Pairs by number of GPUs, model, form and engine."""
-    newest: dict[tuple[int, str, str, str, bool], tuple[tuple[int, ...], Pair]] = {}
+    newest: dict[tuple[int, str, str, str, bool], tuple[tuple[tuple[int, ...], int], Pair]] = {}
     for folder in sorted(each for each in lab.iterdir() if each.is_dir() and each.name != LEFT_OUT):
         reports = [report for report in map(read, sorted(folder.glob("*.json"))) if report]
         for ours in (report for report in reports if report["engine"] == "weft"):
@@ -64,8 +65,8 @@ def pairs(lab: Path = LAB) -> list[Pair]:
                     model=titled(ours["model"]), form=form_of(ours), gpus=gpus, engine=engine, version=named,
                     date=DATES.get(folder.name, ""), rows=rows,
                 )  # fmt: skip
-                if key not in newest or newest[key][0] < version:
-                    newest[key] = (version, pair)
+                if key not in newest or newest[key][0] < (version, len(rows)):
+                    newest[key] = ((version, len(rows)), pair)
     return [pair for _, (_, pair) in sorted(newest.items())]
 
 

@@ -116,12 +116,14 @@ def test_tokens_of_vllm_may_differ_at_a_near_tie_only():
 
     off = report([[5, 7, 9]], [[{5: -1.0}, {7: -1.00, 8: -1.05}, {9: -1.0}]])
     on = report([[5, 8, 3]], [[{5: -1.0}, {7: -1.04, 8: -1.00}, {3: -1.0}]], 16.0)
-    printed = vllm_plugin.table(off, on)
+    printed = vllm_plugin.table(vllm_plugin.joined(off, on))
     assert "| 1x4 | 20.0 / 2.00 | 16.0 / 2.00 | 1.25 / 1.00 | 1, from token 1 on, by 0.050 |" in printed
-    assert printed.splitlines()[-1].endswith("by 0.050 |") and vllm_plugin.table(off, off).endswith("| 0 |")
+    assert printed.splitlines()[-1].endswith("by 0.050 |") and vllm_plugin.table(vllm_plugin.joined(off, off)).endswith(
+        "| 0 |"
+    )
     far = report([[6, 7, 9]], [[{6: -0.5, 5: -1.0}, {7: -1.0}, {9: -1.0}]])
     with pytest.raises(ValueError, match=r"tokens differ by more than 0\.1 at 1x4"):
-        vllm_plugin.table(off, far)
+        vllm_plugin.table(vllm_plugin.joined(off, far))
 
 
 def test_the_entry_point_of_the_plugin_is_found_from_a_source_tree(tmp_path, monkeypatch):

@@ -518,7 +518,7 @@ def test_a_rank_that_is_killed_is_told_at_once_also_while_the_other_hangs(tmp_pa
     begin = time.monotonic()
     os.kill(ranks._started[killed].pid, signal.SIGKILL)
     assert error.wait(timeout=ANSWER)
-    assert str(told[-1][1]).startswith(f"rank {killed}: its process died without a message (killed, or a crash")
+    assert str(told[-1][1]).startswith(f"rank {killed}: its process died without a message (killed by SIGKILL)")
     # It was 3 s for a cause and 5 s for the other rank's end before that was told.
     print(f"told after {time.monotonic() - begin:.2f} s")
     assert time.monotonic() - begin < launch.CAUSE_SECONDS + launch.END_SECONDS

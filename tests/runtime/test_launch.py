@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -88,6 +89,29 @@ def test_a_rank_that_dies_before_its_result_is_whole_is_named(begun):
     theirs.close()
     with pytest.raises(launch._Died, match="rank 0: its process died without a message"):
         launch._collect([ours])
+
+
+def end_by(number):
+    """Of a process: 0 .. 9 an exit code, above a signal that it sends itself."""
+    if number < 10:
+        os._exit(number)
+    os.kill(os.getpid(), number)
+
+
+CRASH = "killed by SIGSEGV; what it ran is on its standard error"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(3, "exit code 3"), (signal.SIGTERM, "killed by SIGTERM"), (signal.SIGSEGV, CRASH)]
+)
+def test_how_a_rank_died_is_told(number, said):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=end_by, args=(number,))
+    process.start()
+    process.join()
+    theirs.close()
+    with pytest.raises(launch._Died, match=f"rank 0: its process died without a message \\({said}\\)$"):
+        launch._collect([ours], [process])
 
 
 LEAVING = """

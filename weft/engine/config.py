@@ -131,7 +131,7 @@ class EngineConfig:
     wire: str = "same"
     memory_fraction: float = 0.8
     gpu_memory_utilization: float | None = None
-    chunk_tokens: int = 4096
+    chunk_tokens: int = 8192
     mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
     state_snapshot_bytes: int | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
 import secrets
+import signal
 import threading
 import time
 import traceback
@@ -52,6 +54,9 @@ DEFAULT_VIRTUAL_RANKS = 4
 END_SECONDS = 5.0
 # Seconds in which a further rank may tell the cause of an error. A process that died is a cause.
 CAUSE_SECONDS, DEATH_SECONDS = 3.0, 0.2
+# Seconds to wait for the end of a process that has closed its pipe, since the end tells its signal.
+ENDING_SECONDS = 1.0
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # of which faulthandler tells
 # Modules that processes of ranks load before they have work, and beside the making of their team.
 RANKS_LOAD = (
     "weft.runtime.launch", "weft.runtime.team.team", "torch.distributed._symmetric_memory", "weft.runtime.platforms.cuda"
@@ -336,7 +341,7 @@ def _run(
                 processes.append(waiting.take(_worker, (rank, join, job, work), [theirs, *given]))
                 theirs.close()
                 pipes.append(ours)
-        results = _collect(pipes)
+        results = _collect(pipes, processes)
         logger.debug("end: the parent has all results")
         return results
     except BaseException as error:
@@ -365,7 +370,21 @@ class _Died(WeftError):
     """The process of a rank has ended without a message. Ranks that wait for it do not end by themselves."""
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
+def _ending(process: BaseProcess | None) -> str:
+    """How the process of a rank has ended that closed its pipe without a message."""
+    code = None
+    if process is not None:
+        process.join(timeout=ENDING_SECONDS)
+        code = process.exitcode
+    if code is None:  # the driver still frees what it had
+        return "killed, or a crash in the driver"
+    if code >= 0:
+        return f"exit code {code}"
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"killed by {name}" + "; what it ran is on its standard error" * (-code in CRASHES)
+
+
+def _collect(pipes: list[Connection], processes: Sequence[BaseProcess] = ()) -> list[Any]:
     """Results of all ranks; raises the first error, but a cause rather than a PeerFailed that it led to."""
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -380,7 +399,8 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             try:
                 error, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):  # before its message, or in the middle of it
-                error = _Died(f"rank {rank}: its process died without a message (killed, or a crash in the driver)")
+                how = _ending(processes[rank] if processes else None)
+                error = _Died(f"rank {rank}: its process died without a message ({how})")
                 value = None
             results[rank] = value
             if error is not None and (
@@ -428,6 +448,7 @@ def _worker(
         # The driver writes a kernel's assertions to the descriptor.
         with open(os.path.join(job.errors, f"rank{rank}"), "wb") as file:
             os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)  # a crash in the driver names the Python code that called it
     threading.Thread(target=_end_with_parent, args=(job.given.folder,), name="weft parent watch", daemon=True).start()
     if job.verbosity is not None:
         logs.show(job.verbosity)

@@ -22,7 +22,7 @@ import torch
 import weft
 from benchmarks.measuring import Rows, compile_all, timed
 from weft import ops
-from weft.kernels.four_bit import FourBit, in_words, int4, mxfp4
+from weft.kernels.four_bit import FourBit, in_words, int4, mxfp4, small
 from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.four_bit_operands import by_design
@@ -141,7 +141,7 @@ def compile_experts(job: tuple[str, bool, int, int]) -> None:
     rows, K = (2 * of.N, of.K) if gated else (of.K, of.N)
     data = torch.randint(0, 256, (of.E, rows, 64 * cdiv(K, 128)), dtype=torch.uint8, device="cuda")
     scales = torch.full((of.E, rows, cdiv(K, 32)), 120, dtype=torch.uint8, device="cuda")
-    given = expert_arguments(of, FourBit(data, in_words(scales), K), T, gated)
+    given = expert_arguments(of, FourBit(data, small(in_words(scales)), K), T, gated)
     gemms.run([*expert_tiles(given.call(gated), gated)][number], given, gated=gated)
 
 
@@ -164,8 +164,9 @@ def experts(deadline: float, sweep: bool) -> Iterator[dict[str, Any]]:
                 mxfp4(torch.randn(of.E // 8, rows, columns, device="cuda", generator=generator) * columns**-0.5)
                 for _ in range(8)
             ]
-            data, scales = (torch.cat([one[at] for one in several]) for at in range(2))
-            weights.append(FourBit(data, in_words(scales), columns))
+            data = torch.cat([one.data for one in several])
+            scales = torch.cat([one.scales.view(torch.uint8) for one in several])
+            weights.append(FourBit(data, small(in_words(scales)), columns))
             wide.append(torch.cat([one.dequantized(torch.bfloat16) for one in several]))
         for T in TOKENS:
             if time.monotonic() > deadline:

@@ -8,7 +8,19 @@ import triton.language as tl
 import weft
 from tests.ops.checking import assert_identical
 from weft.kernels import four_bit
-from weft.kernels.four_bit import BLOCK, FourBit, int4, mxfp4, packed, pairs, unpacked
+from weft.kernels.four_bit import (
+    BLOCK,
+    FourBit,
+    int4,
+    mxfp4,
+    packed,
+    packed_e2m1,
+    pairs,
+    place_bits,
+    small,
+    unpacked,
+    unpacked_e2m1,
+)  # fmt: skip
 from weft.kernels.four_bit_tile import dequantized
 from weft.language.lowering import ptx
 from weft.ops.case import BF16, FP16, FP32
@@ -52,19 +64,19 @@ def test_mxfp4_is_the_specification_s():
     rows[0], rows[1, :13], rows[2, 32:], rows[3] = 0.0, halves, halves.repeat(3)[:32] * 2.0**-120, rows[3] * 2.0**-100
     rows[1, 13:] = 0.1
     weight = mxfp4(rows.float())
-    numbers = unpacked(weight.data, 64)
-    for row, scales, written in zip(rows.float().tolist(), weight.scales, numbers, strict=True):
+    numbers = unpacked_e2m1(weight.data, 64)
+    for row, scales, written in zip(rows.float().tolist(), weight.scales.view(torch.uint8), numbers, strict=True):
         expected = [in_mxfp4(row[start : start + 32]) for start in (0, 32)]
         assert scales.tolist() == [scale for scale, _ in expected]
         assert written.tolist() == [*expected[0][1], *expected[1][1]]
 
 
 @triton.jit
-def e2m1_kernel(words, scales, out):
+def e2m1_kernel(words, scales, out, WHOLE: tl.constexpr):
     at = tl.arange(0, 256)
     of_words, of_all = tl.load(words + at), tl.load(scales + at)
     for place in tl.static_range(4):
-        tl.store(out + place * 256 + at, ptx.scaled_e2m1(of_words, of_all, place))
+        tl.store(out + place * 256 + at, ptx.scaled_e2m1(of_words, of_all, place, WHOLE))
 
 
 def test_assembly_makes_every_number_times_every_scale():
@@ -72,13 +84,19 @@ def test_assembly_makes_every_number_times_every_scale():
     words = torch.arange(256)
     words = (words | words.flip(0) << 8).to(torch.int16)
 
+    def number(word, place):
+        return sum((int(word) >> at & 1) << bit for bit, at in enumerate(place_bits(place)))
+
     def main(team):
-        for power in (0, 1, 2, 30, 126, 127, 128, 252, 253, 254, 255):
-            scale = torch.full((256,), e8m0(power), dtype=BF16)
+        powers = (0, 1, 2, 30, 126, 127, 128, 252, 253, 254, 255)
+        for power, whole in (
+            (power, whole) for power in powers for whole in (False, True) if power <= 128 or not whole
+        ):
+            factor = e8m0(power) * 2.0 ** (126 if whole else 0)
             results = torch.empty(4, 256, dtype=BF16)
-            e2m1_kernel[(1,)](words, scale, results)
+            e2m1_kernel[(1,)](words, torch.full((256,), factor, dtype=BF16), results, whole)
             for place, result in enumerate(results):
-                values = [e2m1(int(word) >> 4 * place & 15) * e8m0(power) for word in words]
+                values = [e2m1(number(word, place)) * e8m0(power) for word in words]
                 if power < 255:
                     wanted = torch.tensor(values, dtype=torch.float64).to(BF16)
                     assert_identical(result, wanted, what=f"place {place}, 2**({power} - 127)")
@@ -97,9 +115,11 @@ def test_mxfp4_keeps_no_infinity_and_names_the_group():
 
 
 def test_every_number_and_scale_is_read():
-    """All 16 numbers under all 256 scales, by torch and by the kernel."""
+    """All 16 numbers under all 256 scales, by torch and by the kernel; small ones also by one multiplication."""
     numbers = torch.arange(16).repeat(256, 2)
-    weight = FourBit(packed(numbers), torch.arange(256, dtype=torch.uint8)[:, None], 32)
+    weight = FourBit(packed_e2m1(numbers), torch.arange(256, dtype=torch.uint8)[:, None], 32)
+    few = FourBit(weight.data[:129], small(weight.scales[:129]), 32)
+    assert few.scales.dtype == torch.int8 and small(weight.scales[:130]).dtype == torch.uint8
     # Products of fp64 are exact, and rounded once.
     expected = (
         torch.tensor([[e2m1(bits) for bits in range(16)] * 2]).double()
@@ -113,6 +133,7 @@ def test_every_number_and_scale_is_read():
             read = dequantized(weight, dtype, team.caps)
             assert_identical(read[:-1], weight.dequantized(dtype)[:-1], what=str(dtype))
             assert read[-1].isnan().all()
+            assert_identical(dequantized(few, dtype, team.caps), read[:129], what=f"small, {dtype}")
 
     weft.simulate(main, 1)
 
@@ -147,6 +168,18 @@ def test_words_hold_columns_of_four_quarters():
     for byte, columns in ((10, (5, 5 + quarter)), (11, (5 + 2 * quarter, 5 + 3 * quarter)), (72, (132, 132 + quarter))):
         low, high = (int(numbers[1, column]) if column < 200 else 0 for column in columns)
         assert data[1, byte] == low + 16 * high, byte
+
+
+def test_three_of_a_word_s_e2m1_numbers_are_a_shift_from_bf16_s_bits():
+    numbers = torch.randint(0, 16, (3, 200), generator=torch.Generator().manual_seed(2))
+    data = packed_e2m1(numbers)
+    assert torch.equal(unpacked_e2m1(data, 200), numbers.to(torch.uint8))
+    assert sorted(bit for place in range(4) for bit in place_bits(place)) == list(range(16))
+    words = data.view(torch.int16)[1].int() & 0xFFFF
+    for place in range(3):
+        bits = (words[:32] << 3 * place & 0x81C0).to(torch.int16).view(BF16).double() * 2.0**126
+        expected = [e2m1(int(number)) for number in numbers[1, 32 * place : 32 * place + 32]]
+        assert bits.tolist() == expected, place
 
 
 FORMS = {
@@ -197,4 +230,4 @@ def test_the_formats_are_those_of_compressed_tensors():
 
 
 def made_scales(weight):
-    return four_bit.scales_of_e8m0(weight.scales, FP32)[..., None]
+    return four_bit.scales_of_e8m0(weight.scales.view(torch.uint8), FP32)[..., None]

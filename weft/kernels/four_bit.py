@@ -8,7 +8,8 @@
 
 So a weight is the same in every design of a GEMM. The quarters of a block of 128 columns share 16-bit words: a tile of words is
 four tiles of the weight side by side, of 32 columns, which share a scale of MXFP4. A thread makes its numbers of the words that
-it holds, two words at a time, and kernels interleave nothing.
+it holds, two words at a time, and kernels interleave nothing. The bits of MXFP4's words lie where one shift brings three of a
+word's four numbers to bf16's places (``place_bits``).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SCALE_BYTES = 4
 MX_GROUP, INT_GROUP = 32, 128
 # e2m1 by its bits without the sign, and the middles of neighbours.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Exponents of e8m0: its bias, and what stands for NaN.
-BIAS, NAN = 127, 255
+# Exponents of e8m0: its bias, what stands for NaN, and the largest of small scales, 2.
+BIAS, NAN, SMALL = 127, 255, 128
 # Zero of int4 numbers that are symmetric.
 MIDDLE = 8
 
@@ -37,11 +38,13 @@ MIDDLE = 8
 class FourBit(NamedTuple):
     """A weight [rows, K] in MXFP4 or int4.
 
-    data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: of 128 columns bytes 2 i and 2 i + 1 have columns i,
-             32 + i, 64 + i and 96 + i, the first ones in their low halves; halves of columns from K on are 0
+    data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: of 128 columns bytes 2 i and 2 i + 1, a word, have
+             columns i, 32 + i, 64 + i and 96 + i, of int4 from the lowest four bits on, of MXFP4 as ``place_bits`` says;
+             numbers of columns from K on are 0
     scales   [rows, ceil(K / g)] for groups of g columns, a power of two from 2 to 128; [rows, 1] for whole rows.
-             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4. Kernels are faster where rows of MXFP4 begin
-             on 4 bytes, with zeros between them (``in_words``)
+             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; int8: the same bytes where none is more than 128 (``small``),
+             by which kernels save a multiplication; float32: of int4. Kernels are faster where rows of MXFP4 begin on 4
+             bytes, with zeros between them (``in_words``)
     columns  K
     zeros    uint8 of the shape of ``scales``: zero points of int4, 0 .. 15; None: 8
     """
@@ -61,7 +64,7 @@ class FourBit(NamedTuple):
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.scales.dtype == torch.uint8
+        return self.scales.dtype in (torch.uint8, torch.int8)
 
     @property
     def format(self) -> str:
@@ -75,10 +78,10 @@ class FourBit(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in ``dtype``."""
         wide = torch.promote_types(dtype, torch.float32)
-        numbers = unpacked(self.data, self.columns)
+        numbers = (unpacked_e2m1 if self.is_mxfp4 else unpacked)(self.data, self.columns)
         scales = self.scales
         if self.is_mxfp4:
-            numbers, scales = numbers_of_e2m1(numbers, wide), scales_of_e8m0(scales, wide)
+            numbers, scales = numbers_of_e2m1(numbers, wide), scales_of_e8m0(scales.view(torch.uint8), wide)
         elif self.zeros is None:
             numbers = numbers.to(wide) - MIDDLE
         else:
@@ -87,16 +90,53 @@ class FourBit(NamedTuple):
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
-    """``data`` of a ``FourBit`` from its numbers [..., K], each 0 .. 15."""
-    blocks = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % BLOCK))
-    first, second, third, fourth = blocks.unflatten(-1, (-1, OF_WORD, BLOCK // OF_WORD)).unbind(-2)
+    """``data`` of int4 from its numbers [..., K], each 0 .. 15."""
+    first, second, third, fourth = _quarters(numbers)
     return torch.stack((first | second << 4, third | fourth << 4), -1).flatten(-3)
 
 
 def unpacked(data: torch.Tensor, columns: int) -> torch.Tensor:
-    """Numbers uint8 [..., columns] of ``data``."""
+    """Numbers uint8 [..., columns] of int4's ``data``."""
     low, high = data.unflatten(-1, (-1, BLOCK // OF_WORD, 2)).unbind(-1)
     return torch.stack((low & 15, low >> 4, high & 15, high >> 4), -2).flatten(-3)[..., :columns]
+
+
+def place_bits(place: int) -> tuple[int, int, int, int]:
+    """Bits of a word of MXFP4 that have a number's mantissa, exponent from its lower bit on, and sign; places 0 .. 3.
+
+    bf16 has them in bits 6, 7, 8 and 15. Places 0, 1 and 2 lie 0, 3 and 6 bits below; 3 has the bits that they leave.
+    """
+    return (10, 11, 13, 14) if place == 3 else (6 - 3 * place, 7 - 3 * place, 8 - 3 * place, 15 - 3 * place)
+
+
+def packed_e2m1(numbers: torch.Tensor) -> torch.Tensor:
+    """``data`` of MXFP4 from its numbers [..., K], each of 4 bits."""
+    halves = [0, 0]
+    for place, quarter in enumerate(_quarters(numbers)):
+        for bit, at in enumerate(place_bits(place)):
+            halves[at // 8] |= (quarter >> bit & 1) << at % 8
+    return torch.stack(halves, -1).flatten(-3)
+
+
+def unpacked_e2m1(data: torch.Tensor, columns: int) -> torch.Tensor:
+    """Numbers uint8 [..., columns] of MXFP4's ``data``, each of 4 bits."""
+    halves = data.unflatten(-1, (-1, BLOCK // OF_WORD, 2)).unbind(-1)
+    quarters = [
+        sum((halves[at // 8] >> at % 8 & 1) << bit for bit, at in enumerate(place_bits(place)))
+        for place in range(OF_WORD)
+    ]
+    return torch.stack(quarters, -2).flatten(-3)[..., :columns]
+
+
+def _quarters(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Numbers uint8 [..., blocks, 32] at each place of the words, zeros after a row's end."""
+    blocks = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % BLOCK))
+    return blocks.unflatten(-1, (-1, OF_WORD, BLOCK // OF_WORD)).unbind(-2)
+
+
+def small(scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4's ``scales`` as int8 if none is more than 2, else as they are. Waits for the device."""
+    return scales.view(torch.int8) if scales.numel() == 0 or scales.max() <= SMALL else scales
 
 
 def in_words(scales: torch.Tensor) -> torch.Tensor:
@@ -139,7 +179,8 @@ def mxfp4(weight: torch.Tensor) -> FourBit:
     # By a power of two: in fp64 nothing is lost.
     sizes = (groups.abs().double() / scales_of_e8m0(scales, torch.float64)[..., None]).nan_to_num(0.0, 0.0)
     numbers = _nearest_e2m1(sizes) | (groups.signbit().to(torch.uint8) << 3)
-    return FourBit(packed(numbers.flatten(-2)[..., : weight.shape[-1]]), in_words(scales), weight.shape[-1])
+    data = packed_e2m1(numbers.flatten(-2)[..., : weight.shape[-1]])
+    return FourBit(data, small(in_words(scales)), weight.shape[-1])
 
 
 def _nearest_e2m1(sizes: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Grid(NamedTuple):
     columns        of a scale; 0: all of K
     has_zeros      else ``zeros`` are not read
     in_words       ``scales`` are int32: those of a block of MXFP4, of 32 columns each, the first in the lowest byte
+    is_small       scales of MXFP4, none more than 2
     """
 
     scales: torch.Tensor
@@ -43,6 +44,7 @@ class Grid(NamedTuple):
     columns: tl.constexpr
     has_zeros: tl.constexpr
     in_words: tl.constexpr = tl.constexpr(False)
+    is_small: tl.constexpr = tl.constexpr(False)
 
 
 def words_of(weight: FourBit) -> torch.Tensor:
@@ -52,17 +54,19 @@ def words_of(weight: FourBit) -> torch.Tensor:
 
 def grid_of(weight: FourBit) -> Grid:
     """Kernel argument ``grid`` of a weight, or of the rows of all experts."""
-    scales = weight.scales.flatten(0, -2)
+    scales, is_small = weight.scales.flatten(0, -2), weight.scales.dtype == torch.int8
+    if is_small:
+        scales = scales.view(torch.uint8)
     (rows, count), row = scales.shape, scales.stride(0) if len(scales) > 1 else scales.shape[1]
     # Rows further apart may have anything between them.
     in_words = row == cdiv(count, SCALE_BYTES) * SCALE_BYTES and scales.data_ptr() % SCALE_BYTES == 0
     if weight.is_mxfp4 and weight.group == MX_GROUP and in_words:
         words = scales.as_strided((rows, row), (row, 1)).view(torch.int32)
-        return Grid(words, words, row // SCALE_BYTES, *map(tl.constexpr, (MX_GROUP, False, True)))
+        return Grid(words, words, row // SCALE_BYTES, *map(tl.constexpr, (MX_GROUP, False, True, is_small)))
     zeros = scales if weight.zeros is None else weight.zeros.flatten(0, -2)
     columns = 0 if count == 1 else weight.group
     scales, zeros = scales.contiguous(), zeros.contiguous()
-    return Grid(scales, zeros, count, tl.constexpr(columns), tl.constexpr(weight.zeros is not None))
+    return Grid(scales, zeros, count, *map(tl.constexpr, (columns, weight.zeros is not None, False, is_small)))
 
 
 @triton.jit
@@ -98,18 +102,31 @@ def scaled_by_fp32(numbers, scales):
 
 
 @triton.jit
-def scaled_e2m1(words, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """``dtype`` of the e2m1 numbers at one PLACE of ``words``, times 2**(scales - 127) of e8m0.
+def e2m1_of(words, PLACE: tl.constexpr):
+    """Numbers of 4 bits at one PLACE of ``words`` (``four_bit.place_bits``), int32."""
+    bits = words.to(tl.int32)
+    if PLACE == 3:
+        return bits >> 10 & 3 | bits >> 11 & 12
+    return bits >> (6 - 3 * PLACE) & 7 | bits >> (12 - 3 * PLACE) & 8
+
+
+@triton.jit
+def scaled_e2m1(words, scales, PLACE: tl.constexpr, is_small: tl.constexpr, dtype: tl.constexpr):
+    """``dtype`` of the e2m1 numbers at one PLACE of ``words``, times 2**(scales - 127) of e8m0, of up to 2 if ``is_small``.
 
     Exact in bf16, which has the exponents of fp32, and mantissa enough for two bits.
     """
     if dtype == tl.bfloat16 and stock.multiplies_bf16_in_pairs():
         exponent = scales.to(tl.int32)
-        # As in fp32: the smallest is subnormal, the largest NaN.
-        scale = tl.where(exponent == 0, 0x40, tl.where(exponent == 255, 0x7FC0, exponent << 7))
-        return stock.scaled_e2m1(words, scale.to(tl.int16).to(tl.bfloat16, bitcast=True), PLACE)
+        if is_small:
+            # 2**126 times the scale, a number that is not subnormal.
+            scale = (exponent << 7) + (126 << 7)
+        else:
+            # As in fp32: the smallest is subnormal, the largest NaN.
+            scale = tl.where(exponent == 0, 0x40, tl.where(exponent == 255, 0x7FC0, exponent << 7))
+        return stock.scaled_e2m1(words, scale.to(tl.int16).to(tl.bfloat16, bitcast=True), PLACE, is_small)
     else:
-        return scaled_by_fp32(words.to(tl.int32) >> (4 * PLACE) & 15, scales).to(dtype)
+        return scaled_by_fp32(e2m1_of(words, PLACE), scales).to(dtype)
 
 
 @triton.jit
@@ -121,13 +138,13 @@ def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl
     """
     k += PLACE * QUARTER
     if grid.in_words:
-        return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, dtype)
+        return scaled_e2m1(words, (of_block >> (8 * PLACE) & 255)[:, None], PLACE, grid.is_small, dtype)
     if BLOCKS:
         scales = of_block[:, None]
     else:
         scales = of_quarter(grid.scales, grid, rows, k, K)
     if grid.scales.dtype.element_ty == tl.uint8:
-        return scaled_e2m1(words, scales, PLACE, dtype)
+        return scaled_e2m1(words, scales, PLACE, grid.is_small, dtype)
     # 2**23 + number, whose lowest bits are the number's.
     large = ((words.to(tl.int32) >> (4 * PLACE) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
     if grid.has_zeros:

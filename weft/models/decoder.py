@@ -306,7 +306,7 @@ class Decoder(nn.Module):
         return names
 
     def fill_dummy(self) -> Decoder:
-        """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
+        """Fill with random weights: matrices and biases N(0, 0.02), of q, k and v N(0, 0.1), norms 1 and 5 % noise.
 
         A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
         and so is another number of stages; in mode "invariant" every world size has the same model.

@@ -25,8 +25,11 @@ from weft.kernels.four_bit import (
     int4,
     mxfp4,
     packed,
+    packed_e2m1,
     pairs,
+    small,
     unpacked,
+    unpacked_e2m1,
 )
 from weft.parallel.sharding import Shard, WholeTensor
 from weft.runtime.arithmetic import cdiv
@@ -118,9 +121,15 @@ class FourBitScales(nn.Module):
 
         self.scales = empty(torch.uint8 if mx else torch.float32)
         self.zeros = None if mx or cut.format.symmetric else empty(torch.uint8)
+        self._are_small: bool | None = None
 
     def matrix(self, weight: Tensor) -> FourBit:
-        return FourBit(weight, self.scales, self.cut.columns, self.zeros)
+        """The matrix; the first call after `shards` waits for the device if the format is MXFP4."""
+        if self._are_small is None:
+            is_read = self.cut.format.kind == "mxfp4" and self.scales.device.type != "meta"
+            self._are_small = is_read and small(self.scales.data).dtype == torch.int8
+        scales = self.scales.view(torch.int8) if self._are_small else self.scales
+        return FourBit(weight, scales, self.cut.columns, self.zeros)
 
     def shards(self, name: str, weight: Shard, first: int = 0, expert: int | None = None) -> dict[str, Shard]:
         """Shards of one checkpoint matrix and its scales; arguments as of ``Fp8Scales.shards``."""
@@ -129,6 +138,7 @@ class FourBitScales(nn.Module):
             rows = slice(first, first + len(weight.target))
             return None if of_all is None else (of_all.data if expert is None else of_all.data[expert])[rows]
 
+        self._are_small = None
         cut, (N, K), scales, zeros = self.cut, weight.shape, rows_of(self.scales), rows_of(self.zeros)
         fields = {"dim": weight.dim, "start": weight.start, "cut": cut}
         if not cut.format.stored:
@@ -183,7 +193,8 @@ class NumberShard(CutShard):
         columns, first = self.cut.columns, column // self.of_number
         part = whole[rows, first : cdiv(column + columns, self.of_number)].contiguous().to(self.target.device)
         begin = column - first * self.of_number
-        self.target.copy_(packed(pairs(part.view(torch.uint8))[:, begin : begin + columns]))
+        pack = packed_e2m1 if self.cut.format.kind == "mxfp4" else packed
+        self.target.copy_(pack(pairs(part.view(torch.uint8))[:, begin : begin + columns]))
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.target.random_(0, 256, generator=generator)
@@ -253,9 +264,12 @@ class MadeShard(CutShard):
         end = min(cdiv(column + columns, group) * group, K) if group else K
         made = self.cut.format.made_of(whole[rows, first:end].to(self.target.device))
         begin = column - first
-        self.target.copy_(packed(unpacked(made.data, end - first)[:, begin : begin + columns]))
+        mx = made.is_mxfp4
+        unpack, pack = (unpacked_e2m1, packed_e2m1) if mx else (unpacked, packed)
+        self.target.copy_(pack(unpack(made.data, end - first)[:, begin : begin + columns]))
         groups = self.cut.groups(column) - (first // group if group else 0)
-        self.scales.copy_(made.scales[:, groups.to(made.scales.device)])
+        scales = made.scales.view(torch.uint8) if mx else made.scales
+        self.scales.copy_(scales[:, groups.to(scales.device)])
         if self.zeros is not None:
             self.zeros.copy_(made.zeros[:, groups.to(made.scales.device)])
 

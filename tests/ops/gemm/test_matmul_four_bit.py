@@ -35,6 +35,7 @@ from weft.runtime.capabilities import launch_options
 
 FORMS = {
     "mxfp4": mxfp4,
+    "mxfp4 of small scales": lambda weight: mxfp4(weight / 64),
     "int4": int4,
     "int4 with zeros": lambda weight: int4(weight, 128, False),
     "int4 of rows": lambda weight: int4(weight, None),
@@ -63,13 +64,18 @@ def reference(x, weight):
     N, K = weight.shape
     at = torch.arange(K)
     # Of 128 columns i, 32 + i, 64 + i, 96 + i share two bytes.
-    numbers = weight.data[:, at // 128 * 64 + at % 32 * 2 + at % 128 // 64] >> (at % 64 // 32 * 4) & 15
+    words, place = weight.data.view(torch.int16)[:, at // 128 * 32 + at % 32].int() & 0xFFFF, at % 128 // 32
+    numbers = words >> 4 * place & 15
     group = at * 0 if weight.scales.shape[1] == 1 else at // weight.group
-    if weight.scales.dtype == torch.uint8:
+    if weight.scales.dtype != torch.float32:
+        down = (6 - 3 * place).clamp(min=0)
+        numbers = torch.where(
+            place == 3, words >> 10 & 3 | words >> 11 & 12, words >> down & 7 | words >> (6 + down) & 8
+        )
         exponent, mantissa = numbers >> 1 & 3, numbers & 1
         size = torch.where(exponent == 0, mantissa / 2, 2.0 ** (exponent.double() - 1) * (1 + mantissa / 2))
         values = torch.where(numbers > 7, -size, size)
-        scales = 2.0 ** (weight.scales.double() - 127)
+        scales = 2.0 ** (weight.scales.view(torch.uint8).double() - 127)
     else:
         zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
         values, scales = numbers.double() - zeros.double()[:, group], weight.scales.double()
@@ -204,7 +210,7 @@ ZEROS = torch.zeros(4, 2, dtype=torch.uint8)
         (lambda: ops.matmul(X, weight_of(4, 256, (2, 8))), r"weight.scales has shape \(2, 8\) for a weight of 4 x 256"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 9))), r"weight.scales has shape \(4, 9\)"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 256))), r"a power of two from 2 to 128"),
-        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), FP16)), "scales.dtype=torch.float16 is not one of uint8, float32"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), FP16)), "dtype=torch.float16 is not one of uint8, int8, float32"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 8))._replace(columns=512)), r"x has K=256 columns and weight has 512"),
         (
             lambda: ops.matmul(X, FourBit(ZEROS.repeat(1, 32), torch.ones(4, 8, dtype=torch.uint8), 256)),
@@ -253,18 +259,20 @@ def test_which_design_a_4_bit_weight_gets():
         assert ("in 4 bits" if name == "small_m" else "to 16 bits") in planned.reason
 
 
-@pytest.mark.parametrize(("form", "columns"), [("mxfp4", 32), ("int4", 128), ("int4", 0)])
+@pytest.mark.parametrize(
+    ("form", "columns"), [("mxfp4", 32), ("mxfp4 of small scales", 32), ("int4", 128), ("int4", 0)]
+)
 @pytest.mark.parametrize(("M", "N", "K", "gated"), [
     (1, 25600, 5120, False), (16, 12800, 5120, True), (64, 25600, 5120, False), (128, 5120, 12800, False),
 ])  # fmt: skip
 def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, form, columns, tmp_path):
-    call = GemmCall(M, N, K, BF16, four_bit=form, design="small_m")
+    call = GemmCall(M, N, K, BF16, four_bit=form.split()[0], design="small_m")
     design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(H200, 1)).design
     x, words, squares = torch.zeros((64, 256), dtype=BF16), torch.zeros((64, 64), dtype=torch.int16), torch.zeros(64)
     out = torch.zeros(8) if design.partials > 1 else torch.zeros(8, dtype=BF16)
-    if form == "mxfp4":
+    if form.startswith("mxfp4"):
         scales = torch.zeros(64, dtype=torch.int32)
-        grid = Grid(scales, scales, K // 128, *map(tl.constexpr, (32, False, True)))
+        grid = Grid(scales, scales, K // 128, *map(tl.constexpr, (32, False, True, form != "mxfp4")))
     else:
         grid = Grid(squares, words, K // (columns or K), *map(tl.constexpr, (columns, True)))
     kernel = compiled(

@@ -24,7 +24,12 @@ from weft.ops.moe.routing import Schedule
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options
 
-FORMS = {"mxfp4": mxfp4, "int4": int4, "int4 with zeros": lambda weight: int4(weight, 128, False)}
+FORMS = {
+    "mxfp4": mxfp4,
+    "mxfp4 of large scales": lambda weight: mxfp4(64 * weight),
+    "int4": int4,
+    "int4 with zeros": lambda weight: int4(weight, 128, False),
+}
 # T, k, experts, N, K: ragged; tiles of 16, 32 and 128 pairs.
 SIZES = ((5, 2, 4, 72, 144), (20, 3, 6, 72, 272), (70, 4, 4, 40, 136), (1, 2, 4, 24, 24))
 
@@ -139,9 +144,11 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("columns", "block"), [(32, 16), (128, 32)])
+@pytest.mark.parametrize(("columns", "block", "small"), [(32, 16, True), (32, 32, False), (128, 32, False)])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(arch, columns, block, gated, tmp_path):
+def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(
+    arch, columns, block, small, gated, tmp_path
+):
     x, words, scales = (
         torch.zeros((64, 2048), dtype=BF16),
         torch.zeros((8, 1536, 512), dtype=torch.int16),
@@ -151,7 +158,7 @@ def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(arch,
     integers, design = torch.zeros(64, dtype=torch.int32), four_bit_tiles_for(call, caps, gated=gated)
     schedule, form = Schedule(*[integers] * 4, 8, block), Form(gated, 8, block, True, False, False, gated)
     mxfp4 = columns == 32
-    of_form = map(tl.constexpr, (columns, not mxfp4, mxfp4))
+    of_form = map(tl.constexpr, (columns, not mxfp4, mxfp4, small))
     grid = Grid(integers if mxfp4 else scales, words, 2048 // (128 if mxfp4 else columns), *of_form)
     built = compiled(
         grouped_matmul_kernel, x, None, None, grid, None, weight_descriptor(design, words, form), None, x, None, schedule, 768,

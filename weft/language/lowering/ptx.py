@@ -148,33 +148,35 @@ def multimem_st(ptr, w0, w1, w2, w3, mask):
 
 
 # Bits of a word's four numbers -> instructions that leave a number's sign in bit 15 of each half, its magnitude in bits 8 .. 6.
+# Assembly that brings the number at a place of two words to bf16's bits, in m (weft.kernels.four_bit.place_bits).
 PICKED = (
-    "shl.b32 s, $1, 12; shl.b32 m, $1, 6; ",
-    "shl.b32 s, $1, 8; shl.b32 m, $1, 2; ",
-    "shl.b32 s, $1, 4; shr.b32 m, $1, 2; ",
-    "mov.b32 s, $1; shr.b32 m, $1, 6; ",
+    "and.b32 m, $1, 0x81C081C0; ",
+    "shl.b32 m, $1, 3; and.b32 m, m, 0x81C081C0; ",
+    "shl.b32 m, $1, 6; and.b32 m, m, 0x81C081C0; ",
+    "shl.b32 s, $1, 1; and.b32 s, s, 0x80008000; shr.b32 m, $1, 5; lop3.b32 s, m, 0x01000100, s, 0xEA; "
+    "shr.b32 m, $1, 4; lop3.b32 m, m, 0x00C000C0, s, 0xEA; ",
 )
 
 
 @triton.constexpr_function
-def e2m1_assembly(place):
+def e2m1_assembly(place, whole):
     """Assembly of ``scaled_e2m1`` for two words.
 
-    Exponent and mantissa go to the lowest ones of bf16: 2**-126 times the number, also where it is subnormal. Two
-    multiplications, each exact, since bf16 has no 2**126 times any scale.
+    Exponent and mantissa go to the lowest ones of bf16: 2**-126 times the number, also where it is subnormal. If not
+    ``whole``, two multiplications, each exact, since bf16 has no 2**126 times any scale.
     """
+    multiplied = "" if whole else "fma.rn.bf16x2 m, m, large, zero; "
     return (
         "{ .reg .b32 m, s, large, zero; mov.b32 large, 0x7E807E80; mov.b32 zero, 0x80008000; "
-        f"{PICKED[place]}and.b32 m, m, 0x01C001C0; lop3.b32 m, s, 0x80008000, m, 0xEA; "
-        "fma.rn.bf16x2 m, m, large, zero; fma.rn.bf16x2 $0, m, $2, zero; }"
+        f"{PICKED[place]}{multiplied}fma.rn.bf16x2 $0, m, $2, zero; }}"
     )
 
 
 @triton.jit
-def scaled_e2m1(words, scales, PLACE: tl.constexpr):
+def scaled_e2m1(words, scales, PLACE: tl.constexpr, WHOLE: tl.constexpr):
     """bf16 of e2m1 numbers, two in an instruction. Stock Triton takes some ten instructions for one."""
     return tl.inline_asm_elementwise(
-        e2m1_assembly(PLACE), "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2
+        e2m1_assembly(PLACE, WHOLE), "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 

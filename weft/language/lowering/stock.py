@@ -226,9 +226,9 @@ def multiplies_bf16_in_pairs():
 
 
 @triton.jit
-def scaled_e2m1(words, scales, PLACE: tl.constexpr):
-    """bf16 of the e2m1 numbers at one PLACE of int16 ``words``, times bf16 powers of two."""
-    return ptx.scaled_e2m1(words, scales, PLACE)
+def scaled_e2m1(words, scales, PLACE: tl.constexpr, WHOLE: tl.constexpr):
+    """bf16 of the e2m1 numbers at one PLACE of int16 ``words``, times bf16 powers of two; if WHOLE, times 2**-126 of them."""
+    return ptx.scaled_e2m1(words, scales, PLACE, WHOLE)
 
 
 @triton.jit

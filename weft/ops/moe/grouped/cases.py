@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.four_bit import FourBit, in_words
+from weft.kernels.four_bit import FourBit, in_words, small
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight, read_back
 from weft.ops.case import Accuracy, Case, Inputs
 from weft.ops.gemm.gemm_op import FOUR_BIT
@@ -36,12 +36,11 @@ def four_bit_experts(weight: torch.Tensor, form: str | bool) -> FourBit:
     One expert after the other, since all at once take 20 times its bytes.
     """
     made = [FOUR_BIT[form](one) for one in weight]
-    data, scales, zeros = (
-        None if parts[0] is None else torch.stack(parts)
-        for parts in zip(*((one.data, one.scales, one.zeros) for one in made), strict=True)
-    )
-    if scales.dtype == torch.uint8:  # of MXFP4
-        scales = in_words(scales)
+    mx = made[0].is_mxfp4
+    of_each = ((one.data, one.scales.view(torch.uint8) if mx else one.scales, one.zeros) for one in made)
+    data, scales, zeros = (None if parts[0] is None else torch.stack(parts) for parts in zip(*of_each, strict=True))
+    if mx:
+        scales = small(in_words(scales))
     return FourBit(data, scales, weight.shape[-1], zeros)
 
 

@@ -64,7 +64,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         beside = (x,) if "beside" in name else ()
         out, fp8 = x.to(E4M3), rows_argument(torch.zeros(40, 128).t(), RowFormat("group"), dtype, 128, *beside)
     if name.startswith("silu_mul"):
-        constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20, "ACTIVATION": "gelu_tanh" if "gelu" in name else "silu"}
+        activation = "gelu_tanh" if "gelu" in name else "silu"
+        constexprs = {"ROWS": 4, "BLOCK": 512 if fp8 else 256, "SQUARES": 20, "ACTIVATION": activation}
         return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, out, 128, 6400, fp8, arch=arch, **constexprs, **options)
     if name == "sigmoid_mul":
         arguments = x, 3072, x, 7168, out, 128, 3072, fp8

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import weft
-from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated
+from tests.ops.checking import assert_identical
+from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated, random
 from weft import ops
-from weft.ops.case import Draw
+from weft.kernels.fp8 import RowFormat
+from weft.ops.case import BF16, Draw
 
 silu = importlib.import_module("weft.ops.elementwise.silu_mul")
 
@@ -22,6 +24,20 @@ def test_silu_mul_of_the_largest_and_smallest(device):
         actual = ops.silu_mul(torch.cat((gate, up), dim=1))
         # silu(-3e38) is -0 or the smallest there is: torch does not say.
         torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-6, atol=1e-30)
+
+    everywhere(check, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_in_fp8_have_the_same_bits_by_the_tile_of_many_elements(device, monkeypatch):
+    def check(device):
+        gate_up = random((130, 2 * 1300), BF16, device)
+        few = ops.silu_mul(gate_up, fp8=RowFormat("group"))
+        monkeypatch.setattr(silu, "MANY", 130 * 1300)
+        assert silu.tile_of(130, 1300, RowFormat("group")) == (4, 512) != silu.tile_of(129, 1300, RowFormat("group"))
+        many = ops.silu_mul(gate_up, fp8=RowFormat("group"))
+        assert_identical(many.scales, few.scales)
+        assert_identical(many.data.view(torch.uint8), few.data.view(torch.uint8))
 
     everywhere(check, device)
 

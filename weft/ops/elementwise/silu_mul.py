@@ -26,6 +26,10 @@ from weft.runtime.team.team import Team
 # Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 TILE = 1024
 MAX_ROWS = 4
+# Tile for scales of groups from this many elements of a result on. There instructions limit, not memory (4,096 rows of 12,800
+# take 87 us of one H200, their bytes 62, benchmarks/lab/h200-fp8-rows.json): 61 for an element, with this tile 44, since two
+# divisions serve twice as many. No GPU has run it.
+MANY, TILE_OF_MANY = 1 << 22, 2048
 # Elements of a row that one program can hold, to find one scale for a token.
 MAX_TOKEN = 32768
 GELU = {"activation": "gelu_tanh"}
@@ -111,7 +115,8 @@ def tile_of(M: int, N: int, format: RowFormat | None = None) -> tuple[int, int]:
     if format is not None and format.kind == "token":
         return 1, next_power_of_2(N)
     rows = min(MAX_ROWS, next_power_of_2(M))
-    return rows, TILE // rows
+    by_groups = format is not None and format.kind == "group" and M * N >= MANY
+    return rows, (TILE_OF_MANY if by_groups else TILE) // rows
 
 
 class SiluMul(Op):

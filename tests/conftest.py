@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import weft
 from tests.sampled import leave_grids_to_the_sweep
@@ -15,6 +16,10 @@ from weft.runtime import launch
 
 # A shell that starts `make test` in the background has SIGINT ignored, and tests of interrupts would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a busy machine drawing three numbers may take a second.
+settings.register_profile("weft", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("weft")
 
 # Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
 torch.set_num_threads(1)

@@ -134,7 +134,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(
     events=[
         ("submit", [0], 1),

@@ -236,7 +236,7 @@ def test_slots_are_filled_up_from_below():
     assert scheduler.compact() == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8),
     pages=st.integers(7, 12),

@@ -74,7 +74,7 @@ class StatefulDevice(Device):
         assert snapshots.counts.saved - snapshots.counts.dropped >= snapshots.counts.held
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events=st.lists(events, max_size=40),
     pages=st.integers(7, 14),

@@ -123,7 +123,7 @@ def list_tiles(out, rank, world, tiles):
         tl.store(at + 5, column)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(panelled(), st.integers(0, 7))
 def test_kernels_follow_the_plan(case, rank):
     tiles, world = case

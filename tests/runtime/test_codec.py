@@ -70,7 +70,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values)
 def test_plain_values_come_back_as_they_were(value):
     assert same(there_and_back(value), value)
@@ -218,7 +218,7 @@ def test_a_class_with_a_derived_field_cannot_be_marked():
 SAMPLE = codec.encode({"a": [1, 2.5, "x", b"y", None, 1 << 70], "t": torch.ones(2, 3), "p": (Pair(1), Colour.RED)})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_malformed_bytes_give_a_value_or_one_clear_error(data):
     damaged = bytearray(SAMPLE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
@@ -19,8 +19,6 @@ from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
 from weft.ops.overlap.pipelined import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
 
 
-# On a busy machine drawing three numbers may be slow.
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.integers(1, 9), st.integers(0, 8), st.integers(1, 9))
 def test_runs_hold_every_peer_once_in_the_order_of_ranks(world, first, span):
     first %= world
@@ -29,7 +27,6 @@ def test_runs_hold_every_peer_once_in_the_order_of_ranks(world, first, span):
     assert all(0 <= run.start < run.stop <= world and len(run) <= span for run in runs)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.integers(0, 100), st.integers(1, 8))
 def test_pieces_hold_every_row_once_and_none_is_empty(rows, count):
     pieces = list(pieces_of(rows, count))

@@ -1,5 +1,6 @@
 """What all tests share: the `gpu` marker, the choice of tests for another Triton, one CPU thread a worker."""
 
+import contextlib
 import functools
 import gc
 import signal
@@ -7,7 +8,6 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 import weft
 from tests.sampled import leave_grids_to_the_sweep
@@ -18,8 +18,11 @@ from weft.runtime import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine drawing three numbers may take a second.
-settings.register_profile("weft", suppress_health_check=[HealthCheck.too_slow], deadline=None)
-settings.load_profile("weft")
+with contextlib.suppress(ImportError):  # machines with GPUs may lack it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("weft", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    settings.load_profile("weft")
 
 # Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
 torch.set_num_threads(1)

@@ -14,13 +14,11 @@ from weft.bench.ops.buffers import group_of
 from weft.bench.ops.fp8_baselines import cublas_and_nccl, gemm, nccl_and_cublas
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.fp8 import COLUMNS, Fp8
-from weft.runtime.arithmetic import cdiv
+from weft.ops.gemm.deep_gemm import ROWS_OF_SCALES, in_groups
 
 from .moe_packages import package
 
-HOW = "`pip install sgl-deep-gemm==0.1.4.post1`, beside torch 2.11"
-# It reads scales of a group one row after the other, each group's from 16 bytes on.
-ROWS_OF_SCALES = 4
+HOW = "`pip install sgl-deep-gemm==0.1.4.post1 apache-tvm-ffi`, beside torch 2.11"
 
 
 def multiplied(of: Callable[..., Prepared], problem: OpProblem) -> Prepared:
@@ -36,15 +34,6 @@ def multiplied(of: Callable[..., Prepared], problem: OpProblem) -> Prepared:
         return out
 
     return of(problem, multiply)
-
-
-def in_groups(scales: torch.Tensor) -> torch.Tensor:
-    """``scales`` [M, groups] as DeepGEMM reads them without a kernel of its own; a copy if they are not so."""
-    M, groups = scales.shape
-    room = cdiv(M, ROWS_OF_SCALES) * ROWS_OF_SCALES
-    if scales.stride() == (1, room):
-        return scales
-    return scales.new_zeros((groups, room)).t()[:M].copy_(scales)
 
 
 def _providers(op: str, together: Callable[..., Prepared]) -> tuple[Provider, ...]:

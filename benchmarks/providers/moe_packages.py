@@ -30,11 +30,13 @@ LIGER_TILE = 64
 
 
 def package(name: str, how: str) -> Any:
-    """The module. Unavailable where it is not installed, with ``how`` to get it."""
+    """The module. Unavailable where it, or what it imports, is not installed, with ``how`` to get it."""
     try:
         return importlib.import_module(name)
-    except ImportError:
-        raise Unavailable(f"{name.split('.')[0]} is not installed; {how}") from None
+    except ImportError as error:
+        first = name.split(".")[0]
+        missing = "" if error.name in (None, first) else f", or {error.name}, which it imports"
+        raise Unavailable(f"{first} is not installed{missing}; {how}") from None
 
 
 def rounded(problem: OpProblem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

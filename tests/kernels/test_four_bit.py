@@ -7,12 +7,14 @@ import triton.language as tl
 
 import weft
 from tests.ops.checking import assert_identical
-from weft.kernels import four_bit
+from tests.ops.layer_cases import mutated
+from weft.kernels import four_bit, four_bit_tile
 from weft.kernels.four_bit import (
     BLOCK,
     FourBit,
     int4,
     mxfp4,
+    narrow,
     packed,
     packed_e2m1,
     pairs,
@@ -136,6 +138,71 @@ def test_every_number_and_scale_is_read():
             assert_identical(dequantized(few, dtype, team.caps), read[:129], what=f"small, {dtype}")
 
     weft.simulate(main, 1)
+
+
+def test_scales_of_int4_are_narrowed_where_nothing_is_lost():
+    scales = torch.tensor([[1.0, 0.00439453125, -3.0]])
+    assert narrow(scales).dtype == BF16 and torch.equal(narrow(scales).float(), scales)
+    for more in (1 + 2.0**-9, 1e-45):
+        assert torch.equal(narrow(scales * more), scales * more)
+        assert narrow(scales * more).dtype == FP32
+
+
+def test_every_int4_number_and_zero_is_read_alike_in_both_widths_of_scales():
+    numbers, generator = torch.arange(16).repeat(16, 8), torch.Generator().manual_seed(3)
+    scales = torch.randn((16, 4), generator=generator).bfloat16()
+    zeros = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 4).contiguous()
+
+    def main(team):
+        for of_zeros in (zeros, None):
+            weight = FourBit(packed(numbers), scales, 128, of_zeros)
+            read = dequantized(weight, BF16, team.caps)
+            assert_identical(read, weight.dequantized(BF16))
+            assert_identical(read, dequantized(weight._replace(scales=scales.float()), BF16, team.caps))
+
+    weft.simulate(main, 1)
+
+
+def weights_in_pairs():
+    """Weights whose numbers NVIDIA's kernels make two at a time, of ragged sizes."""
+    weight = torch.randn((70, 300), generator=torch.Generator().manual_seed(5)) * 0.02
+    return {
+        "small": mxfp4(weight), "large": mxfp4(2000 * weight), "int4": int4(weight), "zeros": int4(weight, 32, False),
+        "rows": int4(weight, None, False),
+    }  # fmt: skip
+
+
+def odd_in_pairs(tmp_path, old="", new=""):
+    """Names of the weights that a kernel of pairs, with ``new`` for ``old``, reads otherwise than torch does."""
+    file = "pairs" if not old else f"pairs_{len(old)}_{len(new)}"
+    paired = mutated(four_bit_tile, "stock.multiplies_bf16_in_pairs()", "True", file, tmp_path)
+    kernels = mutated(paired, old, new, f"{file}_mutant", tmp_path) if old else paired
+
+    def main(team):
+        made = weights_in_pairs()
+        reads = {name: kernels.dequantized(weight, BF16, team.caps) for name, weight in made.items()}
+        return [name for name, weight in made.items() if not torch.equal(reads[name], weight.dequantized(BF16))]
+
+    return weft.simulate(main, 1)[0]
+
+
+def test_numbers_in_pairs_are_torch_s(tmp_path):
+    made = weights_in_pairs()
+    assert [made[name].scales.dtype for name in ("small", "large", "int4")] == [torch.int8, torch.uint8, BF16]
+    assert odd_in_pairs(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "odd"),
+    [
+        ("(126 << 7)", "(125 << 7)", ["small"]),
+        ("PLACE, is_small)", "PLACE, not is_small)", ["small", "large"]),
+        ("(-128.0 - zero)", "(-127.0 - zero)", ["int4", "zeros", "rows"]),
+        ("zero = tl.full((1, 1), MIDDLE, tl.float32)", "zero = tl.full((1, 1), 7, tl.float32)", ["int4"]),
+    ],
+)
+def test_mistakes_in_pairs_show(tmp_path, old, new, odd):
+    assert odd_in_pairs(tmp_path, old, new) == odd
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -43,8 +43,8 @@ class FourBit(NamedTuple):
              numbers of columns from K on are 0
     scales   [rows, ceil(K / g)] for groups of g columns, a power of two from 2 to 128; [rows, 1] for whole rows.
              uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; int8: the same bytes where none is more than 128 (``small``),
-             by which kernels save a multiplication; float32: of int4. Kernels are faster where rows of MXFP4 begin on 4
-             bytes, with zeros between them (``in_words``)
+             by which kernels save a multiplication; float32 or bfloat16: of int4, where bfloat16 is faster (``narrow``).
+             Kernels are faster too where rows of MXFP4 begin on 4 bytes, with zeros between them (``in_words``)
     columns  K
     zeros    uint8 of the shape of ``scales``: zero points of int4, 0 .. 15; None: 8
     """
@@ -102,9 +102,10 @@ def unpacked(data: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def place_bits(place: int) -> tuple[int, int, int, int]:
-    """Bits of a word of MXFP4 that have a number's mantissa, exponent from its lower bit on, and sign; places 0 .. 3.
+    """Bits of a word of MXFP4 that have a number's mantissa, exponent and sign; places 0 .. 3.
 
-    bf16 has them in bits 6, 7, 8 and 15. Places 0, 1 and 2 lie 0, 3 and 6 bits below; 3 has the bits that they leave.
+    The exponent begins with its lower bit. bf16 has them in bits 6, 7, 8 and 15. Places 0, 1 and 2 lie 0, 3 and 6 bits below;
+    3 has the bits that they leave.
     """
     return (10, 11, 13, 14) if place == 3 else (6 - 3 * place, 7 - 3 * place, 8 - 3 * place, 15 - 3 * place)
 
@@ -137,6 +138,12 @@ def _quarters(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def small(scales: torch.Tensor) -> torch.Tensor:
     """MXFP4's ``scales`` as int8 if none is more than 2, else as they are. Waits for the device."""
     return scales.view(torch.int8) if scales.numel() == 0 or scales.max() <= SMALL else scales
+
+
+def narrow(scales: torch.Tensor) -> torch.Tensor:
+    """int4's ``scales`` in bfloat16 if that has them all, else as they are. Waits for the device."""
+    narrower = scales.bfloat16()
+    return narrower if torch.equal(narrower.to(scales.dtype), scales) else scales
 
 
 def in_words(scales: torch.Tensor) -> torch.Tensor:
@@ -207,7 +214,7 @@ def int4(weight: torch.Tensor, group: int | None = INT_GROUP, symmetric: bool = 
     zeros = torch.full_like(scales, MIDDLE) if symmetric else (-low / scales).round().clamp(0, 15)
     numbers = ((groups / scales[..., None]).round() + zeros[..., None]).nan_to_num(0.0).clamp(0, 15)
     data = packed(numbers.flatten(-2)[..., : weight.shape[-1]])
-    return FourBit(data, scales, weight.shape[-1], None if symmetric else zeros.to(torch.uint8))
+    return FourBit(data, scales.bfloat16(), weight.shape[-1], None if symmetric else zeros.to(torch.uint8))
 
 
 def _groups(weight: torch.Tensor, columns: int) -> torch.Tensor:

@@ -112,7 +112,9 @@ def e2m1_of(words, PLACE: tl.constexpr):
 
 @triton.jit
 def scaled_e2m1(words, scales, PLACE: tl.constexpr, is_small: tl.constexpr, dtype: tl.constexpr):
-    """``dtype`` of the e2m1 numbers at one PLACE of ``words``, times 2**(scales - 127) of e8m0, of up to 2 if ``is_small``.
+    """``dtype`` of the e2m1 numbers at one PLACE of ``words``, times 2**(scales - 127) of e8m0.
+
+    is_small  no scale is more than 2
 
     Exact in bf16, which has the exponents of fp32, and mantissa enough for two bits.
     """
@@ -145,13 +147,16 @@ def quarter_of(words, of_block, PLACE: tl.constexpr, grid, rows, k, K, dtype: tl
         scales = of_quarter(grid.scales, grid, rows, k, K)
     if grid.scales.dtype.element_ty == tl.uint8:
         return scaled_e2m1(words, scales, PLACE, grid.is_small, dtype)
+    if grid.has_zeros:
+        zero = of_quarter(grid.zeros, grid, rows, k, K).to(tl.float32)
+    else:
+        zero = tl.full((1, 1), MIDDLE, tl.float32)
+    if dtype == tl.bfloat16 and grid.scales.dtype.element_ty == tl.bfloat16 and stock.multiplies_bf16_in_pairs():
+        # A number less its zero has few bits, so that a product of bf16 is rounded once, as that of fp32.
+        return stock.scaled_int4(words, scales, (-128.0 - zero).to(tl.bfloat16), PLACE)
     # 2**23 + number, whose lowest bits are the number's.
     large = ((words.to(tl.int32) >> (4 * PLACE) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
-    if grid.has_zeros:
-        zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, k, K).to(tl.float32)
-    else:
-        zero = 8388608.0 + MIDDLE
-    return ((large - zero) * scales).to(dtype)
+    return ((large - (8388608.0 + zero)) * scales.to(tl.float32)).to(dtype)
 
 
 @triton.jit

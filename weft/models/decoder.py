@@ -306,10 +306,11 @@ class Decoder(nn.Module):
         return names
 
     def fill_dummy(self) -> Decoder:
-        """Fill with random weights: matrices and biases N(0, 0.02), of q, k and v N(0, 0.1), norms 1 and 5 % noise.
+        """Fill with random weights and return self.
 
-        A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
-        and so is another number of stages; in mode "invariant" every world size has the same model.
+        Matrices and biases N(0, 0.02), biases of q, k and v N(0, 0.1), norms 1 and 5 % noise. A rank has the same weights on
+        every run, and all ranks the same norms and routers. Another world size is another model, and so is another number of
+        stages; in mode "invariant" every world size has the same model.
         """
         fill_dummy(self.shards(), self.team, whole=self.mode == "invariant")
         return self

@@ -24,6 +24,7 @@ from weft.kernels.four_bit import (
     in_words,
     int4,
     mxfp4,
+    narrow,
     packed,
     packed_e2m1,
     pairs,
@@ -124,10 +125,12 @@ class FourBitScales(nn.Module):
         self._are_small: bool | None = None
 
     def matrix(self, weight: Tensor) -> FourBit:
-        """The matrix; the first call after `shards` waits for the device if the format is MXFP4."""
-        if self._are_small is None:
-            is_read = self.cut.format.kind == "mxfp4" and self.scales.device.type != "meta"
-            self._are_small = is_read and small(self.scales.data).dtype == torch.int8
+        """The matrix, its scales as kernels read them fastest; the first call waits for the device."""
+        if self._are_small is None and self.scales.device.type != "meta":
+            mx = self.cut.format.kind == "mxfp4"
+            self._are_small = mx and small(self.scales.data).dtype == torch.int8
+            if not mx:
+                self.scales.data = narrow(self.scales.data)
         scales = self.scales.view(torch.int8) if self._are_small else self.scales
         return FourBit(weight, scales, self.cut.columns, self.zeros)
 
@@ -139,6 +142,8 @@ class FourBitScales(nn.Module):
             return None if of_all is None else (of_all.data if expert is None else of_all.data[expert])[rows]
 
         self._are_small = None
+        if self.scales.is_floating_point():
+            self.scales.data = self.scales.data.float()
         cut, (N, K), scales, zeros = self.cut, weight.shape, rows_of(self.scales), rows_of(self.zeros)
         fields = {"dim": weight.dim, "start": weight.start, "cut": cut}
         if not cut.format.stored:
@@ -276,5 +281,5 @@ class MadeShard(CutShard):
 
 def fill_dummy_scales(scales: Tensor) -> None:
     """Fill with the scale that gives random numbers of 4 bits a root mean square of some 0.02."""
-    # 2 ** -7 times e2m1 of 2.9; int4 less its zero has 4.6.
-    scales.fill_(BIAS - 7 if scales.dtype == torch.uint8 else 0.02 / 4.6)
+    # 2 ** -7 times e2m1 of 2.9; int4 less its zero has 4.6, times a number that bf16 has.
+    scales.fill_(BIAS - 7 if scales.dtype == torch.uint8 else 1.125 * 2.0**-8)

@@ -64,6 +64,11 @@ def sglang_is_asked_for() -> bool:
     return os.environ.get("WEFT_SGLANG", "0") == "1"
 
 
+def deep_gemm_is_asked_for() -> bool:
+    """True with WEFT_DEEP_GEMM=1: which library multiplies is the process's choice, not a call's."""
+    return os.environ.get("WEFT_DEEP_GEMM", "0") == "1"
+
+
 def api_key() -> str | None:
     """WEFT_API_KEY: unlike an argument, other users of the machine cannot read it. None if it is not set."""
     return os.environ.get("WEFT_API_KEY")

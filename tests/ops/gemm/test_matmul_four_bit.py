@@ -33,11 +33,18 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options
 
+
+def in_fp32(weight):
+    """``weight`` with scales that bf16 does not have."""
+    return weight._replace(scales=weight.scales.float() * 1.001)
+
+
 FORMS = {
     "mxfp4": mxfp4,
     "mxfp4 of small scales": lambda weight: mxfp4(weight / 64),
     "int4": int4,
     "int4 with zeros": lambda weight: int4(weight, 128, False),
+    "int4 of scales in fp32": lambda weight: in_fp32(int4(weight)),
     "int4 of rows": lambda weight: int4(weight, None),
     "int4 of 16 columns": lambda weight: int4(weight, 16, False),
 }
@@ -67,7 +74,7 @@ def reference(x, weight):
     words, place = weight.data.view(torch.int16)[:, at // 128 * 32 + at % 32].int() & 0xFFFF, at % 128 // 32
     numbers = words >> 4 * place & 15
     group = at * 0 if weight.scales.shape[1] == 1 else at // weight.group
-    if weight.scales.dtype != torch.float32:
+    if weight.is_mxfp4:
         down = (6 - 3 * place).clamp(min=0)
         numbers = torch.where(
             place == 3, words >> 10 & 3 | words >> 11 & 12, words >> down & 7 | words >> (6 + down) & 8
@@ -151,9 +158,10 @@ MUTANTS = {
         "at = grid.scales + rows.to(tl.int64) * grid.row", "at = grid.scales + (rows ^ 1).to(tl.int64) * grid.row"),
     "gate's scales for up": ("grid, N + n, k, K", "grid, n, k, K"),
     "the sign is dropped": ("(numbers & 8).to(tl.uint32) << 28 |", "(numbers & 8).to(tl.uint32) << 0 |"),
+    "a place's bits one off": ("bits >> 10 & 3", "bits >> 9 & 3"),
 }  # fmt: skip
 OF_INT4 = {
-    "no zero": ("zero = 8388608.0 + of_quarter(grid.zeros, grid, rows, k, K).to(tl.float32)", "zero = 8388616.0"),
+    "no zero": ("zero = of_quarter(grid.zeros, grid, rows, k, K).to(tl.float32)", "zero = tl.full((1, 1), 8, tl.float32)"),
     "the zero of the group before": (
         "of_quarter(grid.zeros, grid, rows, k, K)",
         "of_quarter(grid.zeros, grid, rows, tl.maximum(k - 128, 0), K)",
@@ -210,7 +218,7 @@ ZEROS = torch.zeros(4, 2, dtype=torch.uint8)
         (lambda: ops.matmul(X, weight_of(4, 256, (2, 8))), r"weight.scales has shape \(2, 8\) for a weight of 4 x 256"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 9))), r"weight.scales has shape \(4, 9\)"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 256))), r"a power of two from 2 to 128"),
-        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), FP16)), "dtype=torch.float16 is not one of uint8, int8, float32"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), FP16)), "float16 is not one of uint8, int8, float32, bfloat16"),
         (lambda: ops.matmul(X, weight_of(4, 256, (4, 8))._replace(columns=512)), r"x has K=256 columns and weight has 512"),
         (
             lambda: ops.matmul(X, FourBit(ZEROS.repeat(1, 32), torch.ones(4, 8, dtype=torch.uint8), 256)),
@@ -260,7 +268,8 @@ def test_which_design_a_4_bit_weight_gets():
 
 
 @pytest.mark.parametrize(
-    ("form", "columns"), [("mxfp4", 32), ("mxfp4 of small scales", 32), ("int4", 128), ("int4", 0)]
+    ("form", "columns"),
+    [("mxfp4", 32), ("mxfp4 of small scales", 32), ("int4", 128), ("int4 of scales in bf16", 128), ("int4", 0)],
 )
 @pytest.mark.parametrize(("M", "N", "K", "gated"), [
     (1, 25600, 5120, False), (16, 12800, 5120, True), (64, 25600, 5120, False), (128, 5120, 12800, False),
@@ -274,7 +283,8 @@ def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, fo
         scales = torch.zeros(64, dtype=torch.int32)
         grid = Grid(scales, scales, K // 128, *map(tl.constexpr, (32, False, True, form != "mxfp4")))
     else:
-        grid = Grid(squares, words, K // (columns or K), *map(tl.constexpr, (columns, True)))
+        scales = squares.bfloat16() if "bf16" in form else squares
+        grid = Grid(scales, words, K // (columns or K), *map(tl.constexpr, (columns, True)))
     kernel = compiled(
         small_m.small_m_kernel, descriptor_or_self(x, design.block_m, design.block_k, True),
         descriptor_or_self(words, design.block_n, design.block_k // 4, True), words, out, M, Sizes(N, K, K, K // 4),

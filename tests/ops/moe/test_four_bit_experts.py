@@ -28,6 +28,7 @@ FORMS = {
     "mxfp4": mxfp4,
     "mxfp4 of large scales": lambda weight: mxfp4(64 * weight),
     "int4": int4,
+    "int4 of scales in fp32": lambda weight: int4(weight)._replace(scales=int4(weight).scales.float() * 1.001),
     "int4 with zeros": lambda weight: int4(weight, 128, False),
 }
 # T, k, experts, N, K: ragged; tiles of 16, 32 and 128 pairs.

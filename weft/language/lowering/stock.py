@@ -221,14 +221,23 @@ def prefetch(ptr, nbytes):
 
 @triton.jit
 def multiplies_bf16_in_pairs():
-    """True where ``scaled_e2m1`` is written for the target, a compile-time constant."""
+    """True where ``scaled_e2m1`` and ``scaled_int4`` are written for the target, a compile-time constant."""
     return target_info.cuda_capability_geq(8, 0)
 
 
 @triton.jit
 def scaled_e2m1(words, scales, PLACE: tl.constexpr, WHOLE: tl.constexpr):
-    """bf16 of the e2m1 numbers at one PLACE of int16 ``words``, times bf16 powers of two; if WHOLE, times 2**-126 of them."""
+    """bf16 of the e2m1 numbers at one PLACE of int16 ``words``, times bf16 powers of two.
+
+    WHOLE  ``scales`` are 2**126 times these powers
+    """
     return ptx.scaled_e2m1(words, scales, PLACE, WHOLE)
+
+
+@triton.jit
+def scaled_int4(words, scales, less, PLACE: tl.constexpr):
+    """bf16 of the int4 numbers at one PLACE of int16 ``words`` + 128 + ``less``, times bf16 ``scales``."""
+    return ptx.scaled_int4(words, scales, less, PLACE)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
+from weft.ops.gemm import deep_gemm
 from weft.ops.knobs import design_type, knob, moved
 from weft.ops.local import capabilities_of
 from weft.plan import algorithms, table
@@ -92,15 +93,17 @@ def _on_16_bytes(scales: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands; by torch.mm's choice.
+    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands.
 
-    The result is in bf16 on GPUs. Scales are of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix.
-    On virtual ranks sums are fp64.
+    By torch.mm's choice, or by DeepGEMM where that is asked for. The result is in bf16 on GPUs. Scales are of groups of 128
+    columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are fp64.
     """
     with gemm_span(*a.shape[:1], *b.shape, a.device):
         if a.device.type == "cpu":
             total = (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
             return total if out is None else out.copy_(total)
+        if deep_gemm.multiplies(a, b, dtype):
+            return deep_gemm.multiply(a, b, out)
         if b.scales.shape[1] > 1:
             return _scaled_by_blocks(a, b, dtype, out)
         of_rows, of_columns = a.scales, b.scales.t()

@@ -48,7 +48,7 @@ def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> No
     for name, of, dtypes in (
         ("x", x, HALVES),
         ("weight.data", data, (torch.uint8,)),
-        ("weight.scales", scales, (torch.uint8, torch.int8, torch.float32)),
+        ("weight.scales", scales, (torch.uint8, torch.int8, torch.float32, torch.bfloat16)),
         ("weight.zeros", zeros, (torch.uint8,)),
     ):
         if of is None:

@@ -1,0 +1,107 @@
+"""DeepGEMM in place of cuBLAS: when it is called, the layouts that it is given, and what is said where it is missing."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.ops.checking import assert_identical
+from weft.kernels.fp8 import Fp8
+from weft.ops.case import BF16, FP16
+from weft.ops.gemm import deep_gemm
+
+
+def rows_of(M, K, seed=0):
+    """Rows in fp8 with scales as kernels write them: a group's one after the other."""
+    x = torch.randn((M, K), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    groups = x.float().unflatten(1, (-1, 128))
+    scales = groups.abs().amax(-1) / 448
+    data = (groups / scales[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    return Fp8(data, scales.t().contiguous().t())
+
+
+def weight_of(N, K):
+    blocks = torch.randn((N, K), generator=torch.Generator().manual_seed(1))
+    scales = torch.rand((-(-N // 128), K // 128)) + 0.5
+    return Fp8((blocks / 3).to(torch.float8_e4m3fn), scales)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of a stand-in, which checks the layouts that the package's documentation asks for."""
+    made = []
+
+    def fp8_gemm_nt(a, b, out):
+        (rows, of_rows), (weight, of_blocks) = a, b
+        assert rows.is_contiguous() and weight.is_contiguous() and of_blocks.is_contiguous() and out.is_contiguous()
+        assert of_rows.stride(0) == 1 and of_rows.stride(1) % 4 == 0 and of_rows.stride(1) >= len(rows)
+        assert of_rows.data_ptr() % 16 == 0 and out.dtype == BF16
+        out.copy_(Fp8(rows, of_rows).dequantized(torch.float64) @ Fp8(weight, of_blocks).dequantized(torch.float64).T)
+        made.append((len(rows), len(weight)))
+
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
+    monkeypatch.setattr(deep_gemm, "FEWEST_ROWS", 20)
+    deep_gemm.package.cache_clear()
+    yield made
+    deep_gemm.package.cache_clear()
+
+
+def scaled(a, b, dtype=BF16, out=None):
+    """As ``cublas.scaled`` on a GPU; None where cuBLAS multiplies."""
+    return deep_gemm.multiply(a, b, out) if deep_gemm.multiplies(a, b, dtype) else None
+
+
+def product(a, b):
+    return (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(BF16)
+
+
+@pytest.mark.parametrize("M", [20, 23, 64])
+def test_it_multiplies_many_rows_of_blocks(calls, M):
+    a, b = rows_of(M, 256), weight_of(192, 256)
+    assert_identical(scaled(a, b), product(a, b))
+    out = torch.empty(M, 192, dtype=BF16)
+    assert scaled(a, b, out=out) is out
+    assert_identical(out, product(a, b))
+    assert calls == [(M, 192)] * 2
+
+
+def test_pieces_of_rows_and_of_results_are_read_and_written_in_place(calls):
+    a, b, wide = rows_of(80, 256), weight_of(192, 256), torch.zeros(80, 400, dtype=BF16)
+    for rows in (slice(0, 36), slice(36, 80)):
+        piece = Fp8(a.data[rows], a.scales[rows])
+        scaled(piece, b, out=wide[rows, 100:292])
+    assert_identical(wide[:, 100:292], product(a, b))
+    assert not wide[:, :100].any() and not wide[:, 292:].any() and calls == [(36, 192), (44, 192)]
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "dtype"), [(19, 192, 256, BF16), (64, 100, 256, BF16), (64, 192, 256, FP16)], ids=str
+)
+def test_other_products_stay_cublas_s(calls, M, N, K, dtype):
+    a, b = rows_of(M, K), weight_of(N, K)
+    assert scaled(a, b, dtype) is None and calls == []
+
+
+def test_scales_of_channels_stay_cublas_s(calls):
+    data = rows_of(64, 256).data
+    assert scaled(Fp8(data, torch.ones(64, 1)), Fp8(data, torch.ones(64, 1))) is None and calls == []
+
+
+def test_without_the_variable_it_is_not_imported(monkeypatch):
+    monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    deep_gemm.package.cache_clear()
+    assert deep_gemm.package() is None
+
+
+def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    deep_gemm.package.cache_clear()
+    with pytest.raises(
+        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be imported .*pip install sgl-deep-gemm"
+    ):
+        deep_gemm.package()
+    deep_gemm.package.cache_clear()

@@ -172,20 +172,6 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
     assert reserved == 700 + 10 * (len(sizes) - 1) and pages == int((100_000 - reserved) * 0.5) // 400
 
 
-def test_longer_prompts_than_the_longest_captured_are_launched(byte_model, monkeypatch):
-    monkeypatch.setattr(prompts_module, "MOST_WARM", 32)
-    monkeypatch.setattr(prompts_module, "limits_of", lambda team: SimpleNamespace(cudnn_rows=0))
-
-    def main(model):
-        runner = new_runner(model, max_batch=2)
-        shapes = [size for size, kind in runner._warm_sizes() if kind == Kind.GREEDY and isinstance(size, Shape)]
-        runner.prompts._warm, runner.prompts._graphs.warm = dict.fromkeys(shapes), True
-        of_reads = [runner.prompts.shape_of(reads_of(15, length)) for length in (17, 18)]
-        return [shape.tokens for shape in shapes if shape.length is None], of_reads
-
-    assert on_one_rank(main, byte_model, fused=True) == ([32, 16], [Shape(32, 2), None])
-
-
 def test_without_fused_kernels_single_prompts_are_captured(byte_model):
     def main(model):
         return [size for size, kind in new_runner(model, max_batch=2)._warm_sizes() if kind == Kind.GREEDY]

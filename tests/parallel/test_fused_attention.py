@@ -153,6 +153,7 @@ def test_which_prompts_are_computed_in_parts():
         return Chunk(1, length, before, 0, 0).by_cudnn(w, H200)
 
     assert parted(4096, 16384) and parted(2048, 131072, heads=32) and parted(4096, 16384, window=20480)
+    assert parted(8192, 4096) and not parted(8192, 4095) and not parted(8191, 4096)
     assert not parted(4096, 16383) and not parted(4095, 16384) and not parted(4096, 16384, window=20479)
     assert not parted(4096, 16384, torch.float32) and not parted(4096, 16384, head_dim=256)
 

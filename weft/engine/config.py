@@ -96,7 +96,7 @@ class EngineConfig:
                      since a stage reads its weights for each. Prompts that are cut run without CUDA graphs. Decode steps
                      of that many sequences a stage follow each other without a gap (weft.engine.graphs)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
-    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 graphs, about 170 with
+    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: about 90 graphs, some 240 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
     warm_up_late     with warm_up: only graphs of small batches and short prompts are captured at start, the further ones while

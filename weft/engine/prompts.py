@@ -30,9 +30,6 @@ FREE_TOKENS = 256
 SLACK = 1.25
 # Sequences of a pass that is captured at start: the head and sampling take about as long for 64 rows as for one.
 PROMPTS = 64
-# Most tokens of any lengths that are captured at start, of models without states. A longer pass takes the GPU longer than its
-# launches take the host: Qwen3-8B in fp8 71 ms for 4,096 tokens of an H200 (benchmarks/lab/h200-first-tokens.json).
-MOST_WARM = 4096
 # Bytes of a layer that a captured pass gathers at least: 7 us by the links of an H200. With fewer, entries are padded to them.
 FEWEST_GATHERED = 2 << 20
 # Most bytes of a layer that a graph gathers from a spread cache: up to 0.4 ms by the links of an H200. Beyond, kernels take
@@ -303,7 +300,6 @@ class Prompts:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]
         else:
             heads, most = model.attentions[0].num_heads, limits_of(model.team).cudnn_rows
-            longest = longest if model.has_states else min(longest, MOST_WARM)
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if n * heads >= most])
         sizes = [(shape, kind) for shape in shapes for kind in WARM_KINDS]
         if self.gathering is None or not model.prefills_in_kernels:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,16 @@ class FourBitScales(nn.Module):
         self.zeros = None if mx or cut.format.symmetric else empty(torch.uint8)
         self._are_small: bool | None = None
 
+    def _forget(self) -> None:
+        """Before scales are written: take them as they come."""
+        self._are_small = None
+        if self.scales.is_floating_point():
+            self.scales.data = self.scales.data.float()
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self._forget()
+        super()._load_from_state_dict(*given)
+
     def matrix(self, weight: Tensor) -> FourBit:
         """The matrix, its scales as kernels read them fastest; the first call waits for the device."""
         if self._are_small is None and self.scales.device.type != "meta":
@@ -141,9 +151,7 @@ class FourBitScales(nn.Module):
             rows = slice(first, first + len(weight.target))
             return None if of_all is None else (of_all.data if expert is None else of_all.data[expert])[rows]
 
-        self._are_small = None
-        if self.scales.is_floating_point():
-            self.scales.data = self.scales.data.float()
+        self._forget()
         cut, (N, K), scales, zeros = self.cut, weight.shape, rows_of(self.scales), rows_of(self.zeros)
         fields = {"dim": weight.dim, "start": weight.start, "cut": cut}
         if not cut.format.stored:

@@ -104,8 +104,10 @@ class Chunk(NamedTuple):
             return False
         if self.before == 0:
             return self.batch * self.length * w.heads >= limits.cudnn_rows
-        many = self.length * w.heads >= limits.cudnn_rows and self.before >= limits.cudnn_cached
-        return many and takes_cached(w.qkv, w.head_dim)
+        rows = self.length * w.heads
+        # Measured with twice cudnn_rows; with half as many only after many more tokens.
+        enough = limits.cudnn_cached * (1 if rows >= 2 * limits.cudnn_rows else 4)
+        return rows >= limits.cudnn_rows and self.before >= enough and takes_cached(w.qkv, w.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

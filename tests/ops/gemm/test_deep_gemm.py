@@ -9,7 +9,7 @@ import torch
 from tests.ops.checking import assert_identical
 from weft.kernels.fp8 import Fp8
 from weft.ops.case import BF16, FP16
-from weft.ops.gemm import deep_gemm
+from weft.ops.gemm import cublas, deep_gemm
 
 
 def rows_of(M, K, seed=0):
@@ -87,6 +87,24 @@ def test_other_products_stay_cublas_s(calls, M, N, K, dtype):
 def test_scales_of_channels_stay_cublas_s(calls):
     data = rows_of(64, 256).data
     assert scaled(Fp8(data, torch.ones(64, 1)), Fp8(data, torch.ones(64, 1))) is None and calls == []
+
+
+def test_cublas_s_place_is_taken(calls, monkeypatch):
+    """Of tensors that are not on a CPU, where torch adds up in fp64."""
+    a, b = rows_of(64, 256), weight_of(192, 256)
+    there = [Fp8(*(one.to("meta") for one in matrix[:2])) for matrix in (a, b)]
+    monkeypatch.setattr(deep_gemm, "multiply", lambda a, b, out: (a, b, out))
+    assert cublas.scaled(*there, BF16, "out") == (*there, "out")
+
+
+def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch):
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    deep_gemm.package.cache_clear()
+    with pytest.raises(RuntimeError, match=r"WEFT_DEEP_GEMM=1 is for Hopper \(sm_90\), and this GPU is of sm_100"):
+        deep_gemm.package()
+    deep_gemm.package.cache_clear()
 
 
 def test_without_the_variable_it_is_not_imported(monkeypatch):

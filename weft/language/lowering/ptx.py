@@ -147,7 +147,6 @@ def multimem_st(ptr, w0, w1, w2, w3, mask):
     )  # fmt: skip
 
 
-# Bits of a word's four numbers -> instructions that leave a number's sign in bit 15 of each half, its magnitude in bits 8 .. 6.
 # Assembly that brings the number at a place of two words to bf16's bits, in m (weft.kernels.four_bit.place_bits).
 PICKED = (
     "and.b32 m, $1, 0x81C081C0; ",

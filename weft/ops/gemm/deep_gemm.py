@@ -20,7 +20,7 @@ from weft.runtime.environment import deep_gemm_is_asked_for
 FEWEST_ROWS = 1024
 # It reads scales of a group one row after the other, each group's from 16 bytes on.
 ROWS_OF_SCALES = 4
-# Features and columns that it takes multiples of.
+# Features that it takes a multiple of.
 FEATURES = 64
 
 
@@ -29,6 +29,11 @@ def package() -> Any | None:
     """DeepGEMM's module; None without WEFT_DEEP_GEMM=1. RuntimeError where it cannot be imported."""
     if not deep_gemm_is_asked_for():
         return None
+    if torch.cuda.is_available() and (of := torch.cuda.get_device_capability())[0] != 9:
+        # On others it keeps the exponents of scales alone.
+        raise RuntimeError(
+            f"WEFT_DEEP_GEMM=1 is for Hopper (sm_90), and this GPU is of sm_{of[0]}{of[1]}; leave it out"
+        )
     try:
         return importlib.import_module("deep_gemm")
     except ImportError as error:

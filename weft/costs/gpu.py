@@ -41,8 +41,8 @@ class Limits:
 
     cudnn_rows      rows (query heads times new tokens) from which cuDNN's attention beats weft's to prompts of one length,
                     though it needs the keys outside the cache, a memset and a pause
-    cudnn_cached    tokens in the cache before the new ones from which it does so too, though their keys are copied and parts
-                    are merged
+    cudnn_cached    tokens in the cache before the new ones from which it does so too, of twice cudnn_rows rows, though their
+                    keys are copied and parts are merged; of fewer rows from four times as many tokens on
     deferred_scale  True: in bf16, GEMMs that divide by a deferred RMS were measured to be faster than norms that do
     """
 

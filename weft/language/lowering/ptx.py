@@ -181,7 +181,7 @@ def scaled_e2m1(words, scales, PLACE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.constexpr_function
 def int4_assembly(place):
-    """Assembly of ``scaled_int4`` for two words: 128 + number is in bf16's lowest bits the number."""
+    """Assembly of ``scaled_int4`` for two words: bf16 of 128 + number ends with the number's bits."""
     shifted = f"shr.b32 m, $1, {4 * place}; " if place else "mov.b32 m, $1; "
     return (
         "{ .reg .b32 m, large, one, zero; "

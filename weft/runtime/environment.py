@@ -1,4 +1,4 @@
-"""torchrun's coordinates, switches for vLLM, SGLang and DeepGEMM, a server's API key, and settings of torch and NCCL.
+"""torchrun's coordinates, switches for vLLM, SGLang and DeepGEMM, an API key, settings of torch.
 
 The only file of weft that reads or sets environment variables.
 """

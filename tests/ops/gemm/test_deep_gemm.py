@@ -1,15 +1,18 @@
 """DeepGEMM in place of cuBLAS: when it is called, the layouts that it is given, and what is said where it is missing."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import weft
 from tests.ops.checking import assert_identical
 from weft.kernels.fp8 import Fp8
 from weft.ops.case import BF16, FP16
 from weft.ops.gemm import cublas, deep_gemm
+from weft.plan.memo import forget
 
 
 def rows_of(M, K, seed=0):
@@ -95,6 +98,17 @@ def test_cublas_s_place_is_taken(calls, monkeypatch):
     there = [Fp8(*(one.to("meta") for one in matrix[:2])) for matrix in (a, b)]
     monkeypatch.setattr(deep_gemm, "multiply", lambda a, b, out: (a, b, out))
     assert cublas.scaled(*there, BF16, "out") == (*there, "out")
+
+
+@pytest.mark.parametrize(("M", "told"), [(512, False), (4096, True)])
+def test_a_plan_s_reason_tells_of_it(monkeypatch, M, told):
+    plan = partial(weft.ops.explain, "gemm+block_fp8", N=5120, K=5120, M=M)
+    assert "DeepGEMM" not in str(plan())
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    forget()
+    assert ("WEFT_DEEP_GEMM=1: by DeepGEMM" in str(plan())) is told
+    monkeypatch.undo()
+    forget()
 
 
 def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch):

@@ -43,10 +43,15 @@ def package() -> Any | None:
         ) from None
 
 
+def takes(M: int, N: int, K: int) -> bool:
+    """True for sizes that DeepGEMM multiplies in blocks of fp8, where it is asked for."""
+    return deep_gemm_is_asked_for() and M >= FEWEST_ROWS and N % FEATURES == 0 and K % COLUMNS.value == 0
+
+
 def multiplies(a: Fp8, b: Fp8, dtype: torch.dtype) -> bool:
     """True if `multiply` is to compute a[M, K] @ b[N, K].T, as the user asks for it and it takes these."""
     (M, K), N = a.shape, len(b.data)
-    if package() is None or M < FEWEST_ROWS or dtype != torch.bfloat16 or N % FEATURES or K % COLUMNS.value:
+    if package() is None or dtype != torch.bfloat16 or not takes(M, N, K):
         return False
     return a.is_grouped and b.scales.shape == (cdiv(N, COLUMNS.value), K // COLUMNS.value)
 

@@ -55,7 +55,8 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     model, form, drafts = key_of(ours)
     speculation = f", {drafts} drafts of its MTP head, {ours['acceptance']} tokens a step" if drafts else ""
     machine = f"{ours['world_size']} x {ours['device']}"
-    beside = ", vLLM with FlashInfer" if any(other.get("flashinfer") for other in others) else ""
+    beside = ", weft with DeepGEMM" if ours.get("deep_gemm") else ""
+    beside += ", vLLM with FlashInfer" if any(other.get("flashinfer") for other in others) else ""
     if ours.get("draft_head") == "fp8":
         speculation += ", weft's drafts by the head in fp8"
     if ours.get("adaptive"):

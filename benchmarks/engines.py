@@ -43,6 +43,7 @@ import weft
 from weft.bench.harness.machine import check_clean, revision
 from weft.models.config import DecoderConfig
 from weft.models.families import PUBLISHED
+from weft.ops.gemm import deep_gemm
 from weft.runtime.files import put
 
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
@@ -290,9 +291,13 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def surroundings_of_vllm() -> dict[str, Any]:
-    """What its speed depends on outside its arguments."""
-    return {"flashinfer": version_of("flashinfer-python"), "batch_invariant": BATCH_INVARIANT in os.environ}
+def surroundings_of(engine: str) -> dict[str, Any]:
+    """What the engine's speed depends on outside its arguments; SGLang asks for all of its packages itself."""
+    if engine == "vllm":
+        return {"flashinfer": version_of("flashinfer-python"), "batch_invariant": BATCH_INVARIANT in os.environ}
+    if engine == "weft":
+        return {"deep_gemm": version_of(deep_gemm.DISTRIBUTION) if deep_gemm.is_chosen() else None}
+    return {}
 
 
 def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
@@ -305,7 +310,7 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
         "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
         **(setting.of_weft if engine == "weft" else {}),
-        **(surroundings_of_vllm() if engine == "vllm" else {}),
+        **surroundings_of(engine),
         "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
         "repeats": chosen.repeats, "options": setting.options, "rows": [],

@@ -64,9 +64,18 @@ def sglang_is_asked_for() -> bool:
     return os.environ.get("WEFT_SGLANG", "0") == "1"
 
 
-def deep_gemm_is_asked_for() -> bool:
-    """True with WEFT_DEEP_GEMM=1: which library multiplies is the process's choice, not a call's."""
-    return os.environ.get("WEFT_DEEP_GEMM", "0") == "1"
+def wanted_deep_gemm() -> bool | None:
+    """WEFT_DEEP_GEMM: True with 1, False with 0, None without; ValueError with anything else.
+
+    Which library multiplies is the process's choice, not a call's.
+    """
+    said = os.environ.get("WEFT_DEEP_GEMM")
+    if said not in (None, "0", "1"):
+        raise ValueError(
+            f"WEFT_DEEP_GEMM={said!r} is neither 1 (DeepGEMM multiplies) nor 0 (cuBLAS does); without it DeepGEMM does where "
+            f"it is installed"
+        )
+    return None if said is None else said == "1"
 
 
 def api_key() -> str | None:

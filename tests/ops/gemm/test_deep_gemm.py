@@ -31,7 +31,20 @@ def weight_of(N, K):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def fresh():
+    """What a process keeps of the package is forgotten before and after."""
+
+    def clear():
+        for kept in (deep_gemm.package, deep_gemm.is_installed, forget):
+            getattr(kept, "cache_clear", kept)()
+
+    clear()
+    yield clear
+    clear()
+
+
+@pytest.fixture
+def calls(monkeypatch, fresh):
     """Calls of a stand-in, which checks the layouts that the package's documentation asks for."""
     made = []
 
@@ -46,9 +59,7 @@ def calls(monkeypatch):
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
     monkeypatch.setattr(deep_gemm, "FEWEST_ROWS", 20)
-    deep_gemm.package.cache_clear()
-    yield made
-    deep_gemm.package.cache_clear()
+    return made
 
 
 def scaled(a, b, dtype=BF16, out=None):
@@ -100,40 +111,114 @@ def test_cublas_s_place_is_taken(calls, monkeypatch):
     assert cublas.scaled(*there, BF16, "out") == (*there, "out")
 
 
+@pytest.fixture
+def installed(monkeypatch, fresh):
+    """sgl-deep-gemm as pip sees it, and no variable."""
+    monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
+    monkeypatch.setattr(deep_gemm.importlib.metadata, "version", {"sgl-deep-gemm": "0.1.4"}.__getitem__)
+    monkeypatch.setattr(deep_gemm, "find_spec", lambda name: name == "deep_gemm" or None)
+
+
 @pytest.mark.parametrize(("M", "told"), [(512, False), (4096, True)])
-def test_a_plan_s_reason_tells_of_it(monkeypatch, M, told):
+def test_a_plan_s_reason_tells_of_it(monkeypatch, installed, fresh, M, told):
     plan = partial(weft.ops.explain, "gemm+block_fp8", N=5120, K=5120, M=M)
+    assert ("by DeepGEMM" in str(plan())) is told
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "0")
+    fresh()
     assert "DeepGEMM" not in str(plan())
-    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
-    forget()
-    assert ("WEFT_DEEP_GEMM=1: by DeepGEMM" in str(plan())) is told
-    monkeypatch.undo()
-    forget()
 
 
-def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch):
-    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch, installed, fresh, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    deep_gemm.package.cache_clear()
-    with pytest.raises(RuntimeError, match=r"WEFT_DEEP_GEMM=1 is for Hopper \(sm_90\), and this GPU is of sm_100"):
-        deep_gemm.package()
-    deep_gemm.package.cache_clear()
-
-
-def test_without_the_variable_it_is_not_imported(monkeypatch):
-    monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    deep_gemm.package.cache_clear()
-    assert deep_gemm.package() is None
-
-
-def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
+    assert deep_gemm.package() is None and not caplog.records
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    deep_gemm.package.cache_clear()
+    fresh()
     with pytest.raises(
-        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be imported .*pip install sgl-deep-gemm"
+        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but it is for Hopper \(sm_90\), and this GPU is of sm_100, or leave"
     ):
         deep_gemm.package()
-    deep_gemm.package.cache_clear()
+
+
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_it_is_not_imported_where_it_is_not_chosen(monkeypatch, fresh, variable):
+    """Another package of that name alone chooses nothing."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())
+    if variable is None:
+        monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
+    else:
+        monkeypatch.setenv("WEFT_DEEP_GEMM", variable)
+    assert not deep_gemm.is_chosen() and deep_gemm.package() is None
+
+
+def test_where_it_is_installed_it_multiplies(monkeypatch, installed):
+    module = SimpleNamespace(fp8_gemm_nt=None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    assert deep_gemm.package() is module and deep_gemm.takes(4096, 512, 512) and not deep_gemm.takes(512, 512, 512)
+
+
+def test_where_its_kernel_cannot_be_compiled_cublas_multiplies_and_one_warning_says_so(
+    monkeypatch, installed, fresh, caplog
+):
+    def fp8_gemm_nt(*_):
+        raise AssertionError("nvcc is not there")
+
+    zeros, ones = torch.zeros, torch.ones
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **more: zeros(*sizes, **more))
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones(*sizes))
+    a, b = rows_of(1024, 128), weight_of(64, 128)
+    assert not any(deep_gemm.multiplies(a, b, BF16) for _ in range(2))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "cuBLAS multiplies in place of DeepGEMM: deep_gemm cannot be used (nvcc is not there); pip install sgl-deep-gemm, or "
+        "set WEFT_DEEP_GEMM=0"
+    )
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    fresh()
+    with pytest.raises(RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be used \(nvcc is not there\)"):
+        deep_gemm.multiplies(a, b, BF16)
+
+
+def test_a_missing_package_is_named_with_the_way_out(monkeypatch, fresh):
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(
+        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be used .*pip install sgl-deep-gemm, or leave"
+    ):
+        deep_gemm.package()
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "yes")
+    with pytest.raises(ValueError, match=r"WEFT_DEEP_GEMM='yes' is neither 1 .* nor 0"):
+        deep_gemm.is_chosen()
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("M", "N", "K"), [(1024, 576, 384), (1027, 2560, 5120), (4096, 5120, 1280)], ids=str)
+def test_the_package_multiplies_as_cublas_does(monkeypatch, fresh, M, N, K):
+    """Pieces and whole, eager and in a graph: the same bits. Beside cuBLAS: within the rounding of bf16."""
+    pytest.importorskip("deep_gemm")
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    a, b = (Fp8(*(one.cuda() for one in matrix[:2])) for matrix in (rows_of(M, K), weight_of(N, K)))
+    a = Fp8(a.data, a.scales.t().contiguous().t())
+    assert deep_gemm.multiplies(a, b, BF16)
+    whole = cublas.scaled(a, b, BF16)
+    expected = a.dequantized(torch.float64) @ b.dequantized(torch.float64).T
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-8, atol=2**-12 * expected.abs().max().item())
+    wide, graph = torch.full((M, N + 64), 7.0, device="cuda", dtype=BF16), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cublas.scaled(a, b, BF16, wide[:, :N])
+    graph.replay()
+    assert_identical(wide[:, :N].contiguous(), whole)
+    assert (wide[:, N:] == 7).all()
+    monkeypatch.setenv("WEFT_DEEP_GEMM", "0")
+    fresh()
+    assert not deep_gemm.multiplies(a, b, BF16)
+    torch.testing.assert_close(cublas.scaled(a, b, BF16), whole, rtol=2**-7, atol=2**-11 * expected.abs().max().item())

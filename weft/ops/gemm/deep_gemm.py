@@ -1,7 +1,7 @@
-"""DeepGEMM's GEMM of fp8 blocks in place of cuBLAS's, for many rows on Hopper, where sgl-deep-gemm is installed.
+"""DeepGEMM's GEMM of fp8 blocks in place of cuBLAS's, for many rows on Hopper.
 
-It took 0.90 to 0.91 of cuBLAS's time for 4,096 rows of four shapes of Qwen3-32B on one H200, and 128 prompts of 128 tokens of
-Qwen3-8B 0.92 (docs/fp8-gemms.md). It compiles a kernel at its first call.
+Where sgl-deep-gemm is installed. It took 0.90 to 0.91 of cuBLAS's time for 4,096 rows of four shapes of Qwen3-32B on one H200,
+and 128 prompts of 128 tokens of Qwen3-8B 0.92 (docs/fp8-gemms.md). It compiles a kernel at its first call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def package() -> Any | None:
         return None
     demanded = wanted_deep_gemm()
     if torch.cuda.is_available() and (of := torch.cuda.get_device_capability())[0] != 9:
-        # On others it keeps the exponents of scales alone.
+        # On newer GPUs it keeps the exponents of scales alone.
         why = f"it is for Hopper (sm_90), and this GPU is of sm_{of[0]}{of[1]}"
         if not demanded:
             return None
@@ -78,8 +78,8 @@ def _tried() -> Any:
     if torch.cuda.is_available():
         size = COLUMNS.value
         data = torch.zeros((size, size), dtype=torch.float8_e4m3fn, device="cuda")
-        ones = torch.ones((1, size), device="cuda")
-        module.fp8_gemm_nt((data, ones.t()), (data, ones[:, :1]), torch.empty_like(data, dtype=torch.bfloat16))
+        of_rows, of_blocks = (torch.ones((1, many), device="cuda") for many in (size, 1))
+        module.fp8_gemm_nt((data, of_rows.t()), (data, of_blocks), torch.empty_like(data, dtype=torch.bfloat16))
     return module
 
 

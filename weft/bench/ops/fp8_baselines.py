@@ -15,7 +15,7 @@ from weft.bench.ops.baselines import summed
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.fp8 import E4M3, Fp8
-from weft.ops.gemm.cublas import scaled
+from weft.ops.gemm.cublas import scaled, scaled_by_cublas
 from weft.ops.gemm.fp8_operands import quantized_for, suits_cublas
 from weft.ops.gemm.gemm_op import named
 
@@ -23,6 +23,11 @@ from weft.ops.gemm.gemm_op import named
 Pairs = list[tuple[Fp8, Fp8]]
 # (rows, weight, dtype, out) -> out = rows @ weight.T in that dtype: cuBLAS, or another library.
 Multiply = Callable[[Fp8, Fp8, torch.dtype, torch.Tensor], torch.Tensor]
+
+
+def by_cublas(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
+    """cuBLAS, where DeepGEMM is installed too."""
+    return (scaled if a.device.type == "cpu" else scaled_by_cublas)(a, b, dtype, out)
 
 
 def pairs_of(problem: OpProblem) -> Pairs:
@@ -33,7 +38,7 @@ def pairs_of(problem: OpProblem) -> Pairs:
     return pairs
 
 
-def gemm(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
+def gemm(problem: OpProblem, multiply: Multiply = by_cublas) -> Prepared:
     """GEMM alone; if the op gathers A, it is gathered beforehand."""
     pairs = pairs_of(problem)
     if problem.op.gathers:
@@ -43,7 +48,7 @@ def gemm(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
     return Prepared(run=lambda number: multiply(*pairs[number], problem.dtype, out), local=problem.op.sums)
 
 
-def nccl_and_cublas(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
+def nccl_and_cublas(problem: OpProblem, multiply: Multiply = by_cublas) -> Prepared:
     """All-gather of the rows' bytes, and of their scales by groups, then GEMM."""
     pairs, group, world, (m, n, k) = pairs_of(problem), group_of(problem), problem.team.size, problem.shape.size
     data, out = torch.empty((m, k), dtype=torch.uint8, device=problem.team.device), empty(problem, m, n)
@@ -61,7 +66,7 @@ def nccl_and_cublas(problem: OpProblem, multiply: Multiply = scaled) -> Prepared
     return Prepared(run=run)
 
 
-def cublas_and_nccl(problem: OpProblem, multiply: Multiply = scaled) -> Prepared:
+def cublas_and_nccl(problem: OpProblem, multiply: Multiply = by_cublas) -> Prepared:
     """GEMM, then reduce-scatter, or all-reduce where all ranks get the result."""
     pairs, group, (m, n, _) = pairs_of(problem), group_of(problem), problem.shape.size
     partial = empty(problem, m, n)

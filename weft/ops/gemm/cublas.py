@@ -104,13 +104,18 @@ def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) 
             return total if out is None else out.copy_(total)
         if deep_gemm.multiplies(a, b, dtype):
             return deep_gemm.multiply(a, b, out)
-        if b.scales.shape[1] > 1:
-            return _scaled_by_blocks(a, b, dtype, out)
-        of_rows, of_columns = a.scales, b.scales.t()
-        if of_rows.numel() > 1 or of_columns.numel() > 1:
-            of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
-        scales = {"scale_a": _on_16_bytes(of_rows.contiguous()), "scale_b": _on_16_bytes(of_columns.contiguous())}
-        return torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=dtype, out=out)
+        return scaled_by_cublas(a, b, dtype, out)
+
+
+def scaled_by_cublas(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``scaled`` on a GPU by cuBLAS, whatever is installed."""
+    if b.scales.shape[1] > 1:
+        return _scaled_by_blocks(a, b, dtype, out)
+    of_rows, of_columns = a.scales, b.scales.t()
+    if of_rows.numel() > 1 or of_columns.numel() > 1:
+        of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
+    scales = {"scale_a": _on_16_bytes(of_rows.contiguous()), "scale_b": _on_16_bytes(of_columns.contiguous())}
+    return torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=dtype, out=out)
 
 
 def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weft.bench.harness.report import from_json
 from weft.bench.models.steps import config_of
-from weft.bench.models.workload import EXPERTS, QUANTIZED
+from weft.bench.models.workload import EXPERTS, LAYERS, QUANTIZED
 from weft.costs.gemms import sequential_rows
 from weft.costs.recipes import FUSED_NORM, REPLICATED, SEQUENCE_PARALLEL
 from weft.models.config import DecoderConfig
@@ -47,6 +47,7 @@ class Row:
 
     layout  of the model on the ranks
     mode    recipe that was asked for; "": the plan's
+    layers  the first ones of the model; None: all
     """
 
     gpu: str
@@ -56,10 +57,11 @@ class Row:
     us: float
     folder: str
     mode: str = ""
+    layers: int | None = None
 
     @property
     def config(self) -> DecoderConfig:
-        return config_of(self.model)
+        return config_of(self.model, self.layers)
 
     @property
     def kind(self) -> str:
@@ -89,6 +91,7 @@ class Row:
         batch, length, new = self.step
         step = f"decode {batch}x{length}" if new == 1 else f"prefill {batch}x{length}"
         how = [f"W={self.layout.world_size}"]
+        how += [f"{self.layers}{LAYERS}"] if self.layers else []
         how += [self.layout.quantization] if self.layout.quantization else []
         how += ["slices"] if self.layout.slices else []
         how += ["spread"] if self.layout.spread else []
@@ -100,7 +103,7 @@ def rows(results: Path = RESULTS) -> list[Row]:
     """Committed steps; of a step in several folders the last one."""
     by_step: dict[tuple, Row] = {}
     for row in _rows(results):
-        by_step[row.gpu, row.model, row.layout, row.step, row.recipe] = row
+        by_step[row.gpu, row.model, row.layers, row.layout, row.step, row.recipe] = row
     return list(by_step.values())
 
 
@@ -108,12 +111,14 @@ def _rows(results: Path) -> Iterator[Row]:
     for file in sorted(results.glob("h*/model.w*.json")):
         for report in from_json(file.read_text()):
             model, *parts = report.subject.split(", ")
-            layout = Layout(world_size=report.world_size)
+            layout, layers = Layout(world_size=report.world_size), None
             for part in parts:
                 if part.startswith(QUANTIZED):
                     layout = replace(layout, quantization=part.removeprefix(QUANTIZED))
                 elif part == f"{EXPERTS}slices":
                     layout = replace(layout, slices=True)
+                elif part.endswith(LAYERS):
+                    layers = int(part.removesuffix(LAYERS))
             for row in report.rows:
                 mode, step = MODES.get(row.provider, ""), tuple(row.shape)
                 few = tokens_of(step) <= sequential_rows(layout.world_size)
@@ -125,7 +130,7 @@ def _rows(results: Path) -> Iterator[Row]:
                     spread = row.provider == "weft.context_parallel"
                     yield Row(
                         gpu=GPUS[report.machine["gpu"]], model=model, layout=replace(layout, spread=spread),
-                        step=step, us=row.median_us, folder=file.parent.name, mode=mode,
+                        step=step, us=row.median_us, folder=file.parent.name, mode=mode, layers=layers,
                     )  # fmt: skip
 
 

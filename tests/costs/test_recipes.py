@@ -178,7 +178,7 @@ def test_slower_links_split_later():
         ("fp8", (0.6, 0.8), (0.6, 0.8)),
         ("fp8_per_channel", (0.6, 0.8), (0.55, 0.75)),
         ("mxfp4", (0.6, 0.85), (1.05, 1.3)),
-        ("int4", (0.8, 1.05), (1.05, 1.3)),
+        ("int4", (0.6, 0.85), (1.05, 1.3)),
     ],
 )
 def test_quantized_weights_have_times_of_their_own(quantization, few, many):

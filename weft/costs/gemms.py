@@ -35,9 +35,11 @@ TRANSPOSED = 1.5
 # two H200s, whose MLPs turned rows; they are predicted 3 to 11 % too short without it (benchmarks/results/h200-x2-fp8-prompts).
 TURNED = 6e-6
 # Most rows of a tile of a GEMM that converts a weight in 4 bits, and most rows of a tile of 128 columns, in place of 64. A tile
-# reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 49, 67, 127 us
+# reads its rows from the L2, at this rate over the memory's. One H200, MXFP4 25600x5120: 16, 64, 128 rows 39, 60, 119 us
 # (benchmarks/lab/h200-four-bit-gemm.json).
 TILE_ROWS, WIDE_ROWS, L2_RATE = 128, 64, 1.45
+# Programs that share a tile of such a weight write their sums, and a kernel adds them up, µs.
+ADDED = 3.0
 
 
 def sequential_rows(world_size: int) -> int:
@@ -104,7 +106,9 @@ def four_bit(gpu: Gpu, fitted: Gemms, of: FourBit, size: Size) -> float:
     rows = min(TILE_ROWS, max(16, next_power_of_2(M)))
     converted = N * K / (of.convert * gpu.sms)
     read = cdiv(N, 128 if rows <= WIDE_ROWS else 64) * rows * K * size.item / (L2_RATE * gpu.memory)
-    return min(before, gpu.launch + fitted.few + cdiv(M, rows) * (converted + read))
+    # Few columns: programs share a tile.
+    added = ADDED if cdiv(N, 64) < gpu.sms and rows <= WIDE_ROWS else 0.0
+    return min(before, gpu.launch + fitted.few + added + cdiv(M, rows) * (converted + read))
 
 
 def widened(gpu: Gpu, of: FourBit, nbytes: float, numbers: float) -> float:

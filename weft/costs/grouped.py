@@ -19,8 +19,8 @@ COLUMNS, BLOCKS, SLABS = 256, (16, 32, 64, 128), 4
 STEP, FEW_PAIRS = 128, 32
 # Rows of a weight in 4 bits in a tile of few pairs, which converts it: of each of gate, up or down.
 FOUR_BIT_ROWS = 64
-# Start and end of such a tile, µs.
-FOUR_BIT_TILE = 0.3
+# Start and end of such a tile, and of the first one further, before whose weights nothing is read, µs.
+FOUR_BIT_TILE, FOUR_BIT_FILL = 0.3, 2.5
 
 
 class Experts(NamedTuple):
@@ -138,7 +138,8 @@ def four_bit(gpu: Gpu, fitted: Fitted, of: FourBit, experts: Experts, gated: boo
     columns = FOUR_BIT_ROWS * (2 if gated else 1)
     # Tiles of an SM convert beside each other, and its programs take the next one when they are done; the last one is alone.
     rounds = row_tiles(experts) * cdiv(N, columns) / gpu.sms
-    return fitted.grouped.call + (rounds + 1) * (FOUR_BIT_TILE + columns * K / of.experts)
+    tiles = (rounds + min(rounds, 1.0)) * (FOUR_BIT_TILE + columns * K / of.experts)
+    return fitted.grouped.call + FOUR_BIT_FILL + tiles
 
 
 def widened(gpu: Gpu, of: FourBit, experts: Experts, N: int, K: int) -> float:

@@ -182,8 +182,8 @@ def test_where_its_kernel_cannot_be_compiled_cublas_multiplies_and_one_warning_s
     assert not any(deep_gemm.multiplies(a, b, BF16) for _ in range(2))
     [record] = caplog.records
     assert record.getMessage() == (
-        "cuBLAS multiplies in place of DeepGEMM: deep_gemm cannot be used (nvcc is not there); pip install sgl-deep-gemm, or "
-        "set WEFT_DEEP_GEMM=0"
+        "cuBLAS multiplies in place of DeepGEMM: deep_gemm cannot be used (nvcc is not there); pip install 'weft[deep-gemm]', "
+        "or set WEFT_DEEP_GEMM=0"
     )
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
     fresh()
@@ -195,7 +195,7 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch, fresh):
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(
-        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be used .*pip install sgl-deep-gemm, or leave"
+        RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be used .*pip install .weft.deep-gemm.., or leave"
     ):
         deep_gemm.package()
 

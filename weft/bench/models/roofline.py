@@ -53,7 +53,9 @@ class Kind(NamedTuple):
 
 
 def weights(config: DecoderConfig, world_size: int, kind: Kind | None = None) -> dict[str, int]:
-    """Elements of one rank's weights by GEMM of a layer of ``kind`` (None: attention, and experts if there are any).
+    """Elements of one rank's weights by GEMM of a layer.
+
+    kind  None: attention, and experts if there are any
 
     A bias counts as a column more. Of a mixture of experts, all of this rank's experts; the router counts as columns of gate
     and up. A shared expert has separate GEMMs.

@@ -22,7 +22,7 @@ from weft.runtime.logs import logger_of
 logger = logger_of(__name__)
 # What DeepSeek installs under the name deep_gemm has other signatures by its date; sgl_deep_gemm's are known.
 PACKAGE, DISTRIBUTION = "deep_gemm", "sgl-deep-gemm"
-HOW = f"pip install {DISTRIBUTION}"
+HOW = "pip install 'weft[deep-gemm]'"
 # Rows from which it multiplies; its lead over cuBLAS is measured at 4,096 and more, and at 128 it has none.
 FEWEST_ROWS = 1024
 # It reads scales of a group one row after the other, each group's from 16 bytes on.
@@ -64,7 +64,7 @@ def package() -> Any | None:
     else:
         try:
             return _tried()
-        except Exception as error:  # the package's compiler has errors of its own types
+        except Exception as error:  # as types of the package's compiler
             why = f"{PACKAGE} cannot be used ({error}); {HOW}"
     if demanded:
         raise RuntimeError(f"WEFT_DEEP_GEMM=1, but {why}, or leave the variable out") from None

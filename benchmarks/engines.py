@@ -43,7 +43,7 @@ import weft
 from weft.bench.harness.machine import check_clean, revision
 from weft.models.config import DecoderConfig
 from weft.models.families import PUBLISHED
-from weft.ops.gemm import deep_gemm
+from weft.runtime import deep_gemm
 from weft.runtime.files import put
 
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
@@ -296,7 +296,7 @@ def surroundings_of(engine: str) -> dict[str, Any]:
     if engine == "vllm":
         return {"flashinfer": version_of("flashinfer-python"), "batch_invariant": BATCH_INVARIANT in os.environ}
     if engine == "weft":
-        return {"deep_gemm": version_of(deep_gemm.DISTRIBUTION) if deep_gemm.is_chosen() else None}
+        return {"deep_gemm": deep_gemm.version() if deep_gemm.is_chosen() else None}
     return {}
 
 

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,10 @@ def measure(team: Any, model: str, quantization: str | None, cases: str, chunks:
 def row_of(engine: Engine, vocab_size: int, prompts: int, tokens: int, repeats: int) -> dict[str, Any]:
     draw = random.Random(f"{prompts}x{tokens}")
 
-    def call() -> float:
-        ids = [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(prompts)]
+    def drawn() -> list[list[int]]:
+        return [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(prompts)]
+
+    def call(ids: list[list[int]]) -> float:
         params = [SamplingParams(max_tokens=1, ignore_eos=True)] * prompts
         begin = time.perf_counter()
         for _ in engine.answer_in_steps(ids, params, agreed=True):
@@ -93,9 +96,10 @@ def row_of(engine: Engine, vocab_size: int, prompts: int, tokens: int, repeats: 
         return (time.perf_counter() - begin) * 1e3
 
     for _ in range(UNCOUNTED):
-        call()
-    taken = [call() for _ in range(repeats)]
-    row = {"prompts": prompts, "tokens": tokens, "ms": statistics.median(taken), "all_ms": taken, **profiled(call)}
+        call(drawn())
+    taken = [call(drawn()) for _ in range(repeats)]
+    parts = profiled(partial(call, drawn()))
+    row = {"prompts": prompts, "tokens": tokens, "ms": statistics.median(taken), "all_ms": taken, **parts}
     print({name: value for name, value in row.items() if name != "kernels_ms"}, flush=True)
     return row
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import weft
 from tests.limits import PROCESS
 from weft.cli import app
-from weft.runtime import capabilities, doctor, links
+from weft.runtime import capabilities, deep_gemm, doctor, links
 from weft.runtime.team.shape import Shape
 
 
@@ -101,6 +101,26 @@ def test_gpus_that_do_not_reach_each_other_are_named(gpus):
 def test_one_gpu_is_one_rank(gpus):
     gpus(1)
     assert named(doctor.examine(), doctor.VERDICT).value == "the GPU"
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "value", "status"),
+    [
+        ("0.1.4", None, "0.1.4", "ok"),
+        ("0.1.4", "0", "0.1.4, WEFT_DEEP_GEMM=0", "unused"),
+        (None, None, "not installed", "unused"),
+        (None, "1", "not installed", "missing"),
+    ],
+)
+def test_deep_gemm_is_named_on_hopper(gpus, monkeypatch, version, variable, value, status):
+    gpus(1)
+    monkeypatch.setattr(deep_gemm, "version", lambda: version)
+    monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WEFT_DEEP_GEMM", variable)
+    found = named(doctor.examine(), "DeepGEMM")
+    assert (found.value, found.status) == (value, status)
+    assert (found.remedy == "pip install 'weft[deep-gemm]'") is (status == "missing")
 
 
 def test_gpus_run_without_the_simulators_packages(gpus, without):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from weft.arguments import quoted
 from weft.engine.config import EngineConfig
 from weft.engine.kv_cache import Sequence
-from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
+from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, plain_prompt
 from weft.engine.slots import Adjusted
 from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
@@ -322,17 +322,16 @@ class Requests:
         self._guides: Guides | None = None  # once a request asks for one
         self._guard: TeamGuard | None = None  # with them
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
+        self._checked: SamplingParams | None = None  # the last ones that `_check` has let through
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def encode(self, name: str, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. ValueError if the model cannot read it, or it leaves no room."""
-        check_prompt(name, prompt)
-        if isinstance(prompt, str):
+        ids = plain_prompt(name, prompt)
+        if isinstance(ids, str):
             if self._tokenizer is None:
-                raise ValueError(f"{name}={quoted(prompt)} is text, and {self._no_text}; pass token ids")
-            ids = self._reader.read(name, prompt)
-        else:
-            ids = list(map(int, prompt))
+                raise ValueError(f"{name}={quoted(ids)} is text, and {self._no_text}; pass token ids")
+            ids = self._reader.read(name, ids)
         if not ids:
             raise ValueError(f"{name}={quoted(prompt)} is empty; a prompt needs at least one token")
         most = self._vocab_size - 1
@@ -344,7 +343,9 @@ class Requests:
 
     def answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
         """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
-        self._check(params)
+        if params is not self._checked:  # the prompts of a call share theirs
+            self._check(params)
+            self._checked = params
         room = self._config.max_seq_len - len(ids)
         return Answer(
             prompt=ids,

@@ -19,7 +19,7 @@ from weft.engine.answers import Completion, Load, Piece, join_pieces
 from weft.engine.config import EngineConfig, watchers_of
 from weft.engine.engine import Engine
 from weft.engine.loop import Processes
-from weft.engine.params import Prompt, SamplingParams, check_prompt
+from weft.engine.params import Prompt, SamplingParams, plain_prompt
 from weft.engine.ranks import Placement, VirtualRanks
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
@@ -287,11 +287,11 @@ class AsyncLLM:
         return TokenIds(self._reader.read("prompt", text, add_special_tokens=False))
 
     def _encode(self, prompt: Prompt) -> Prompt:
-        check_prompt("prompt", prompt)
-        if isinstance(prompt, str):
-            return prompt if self.tokenizer is None else TokenIds(self._reader.read("prompt", prompt))
-        check_room("prompt", len(prompt), self.max_seq_len)
-        return TokenIds(map(int, prompt))
+        plain = plain_prompt("prompt", prompt)
+        if isinstance(plain, str):
+            return plain if self.tokenizer is None else TokenIds(self._reader.read("prompt", plain))
+        check_room("prompt", len(plain), self.max_seq_len)
+        return TokenIds(plain)
 
     def _cancel(self, request: Request) -> None:
         with self._lock:

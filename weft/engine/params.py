@@ -144,9 +144,13 @@ class SamplingParams:
 
     @property
     def kind(self) -> Kind:
-        kind = Kind.ADJUSTED if self.adjusted else Kind.GREEDY
-        kind |= Kind.GREEDY if self.structured_outputs is None else Kind.GUIDED
-        kind |= Kind.GREEDY if self.logprobs is None else Kind.LOGPROBS
+        kind = Kind.GREEDY
+        if self.adjusted:
+            kind |= Kind.ADJUSTED
+        if self.structured_outputs is not None:
+            kind |= Kind.GUIDED
+        if self.logprobs is not None:
+            kind |= Kind.LOGPROBS
         if self.temperature == 0.0:
             return kind
         if self.top_k or self.min_p:
@@ -187,7 +191,8 @@ class SamplingParams:
 
 def joint_kind(requests: Iterable[Any]) -> Kind:
     """Kind that serves all these requests, which have a `kind` each."""
-    return reduce(or_, {one.kind for one in requests}, Kind.GREEDY)
+    different = {id(one): one for one in requests}  # the prompts of a call share theirs
+    return reduce(or_, {one.kind for one in different.values()}, Kind.GREEDY)
 
 
 def difference(one: object, other: object) -> str:
@@ -354,21 +359,22 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         prompts = [prompts]
-    for index, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{index}]", prompt)
-    # Plain values, as ranks exchange them, also from NumPy's integers and other sequences.
-    return [str(prompt) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
+    return [plain_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
 
 
-def check_prompt(name: str, prompt: Prompt) -> None:
-    """ValueError unless it is text or a sequence of token ids, which bytes and booleans are not."""
+def plain_prompt(name: str, prompt: Prompt) -> str | list[int]:
+    """A copy in plain values, as ranks exchange them, also of NumPy's integers and other sequences.
+
+    ValueError unless it is text or a sequence of token ids, which bytes and booleans are not.
+    """
     if isinstance(prompt, str):
         check_utf_8(name, prompt)
-        return
+        return str(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
     if set(map(type, prompt)) <= {int}:
-        return
+        return list(prompt)
     for index, token in enumerate(prompt):
         if not is_integer(token):
             raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")
+    return list(map(int, prompt))

@@ -6,10 +6,11 @@ A graph saves host time: to launch the kernels of small prompts may take longer 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -237,19 +238,34 @@ class Inputs:
     state_chunks: torch.Tensor
     adapters: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Size of one tensor that holds all fields, for one copy to the device."""
-        return sum(cdiv(getattr(self, field.name).nbytes, ALIGNMENT) * ALIGNMENT for field in fields(self))
+    @classmethod
+    def views(cls, packed: torch.Tensor, like: Arrays) -> Inputs:
+        """Views into ``packed`` [uint8] of the shapes and dtypes of ``like``."""
+        parts = {
+            name: packed[start:end].view(torch.from_numpy(like[name]).dtype) for name, start, end in places_of(like)
+        }
+        return cls(**{name: part.view(like[name].shape) for name, part in parts.items()})
 
-    def views(self, packed: torch.Tensor) -> Inputs:
-        """Views of these shapes into `packed` [nbytes] uint8."""
-        views, start = {}, 0
-        for field in fields(self):
-            like = getattr(self, field.name)
-            views[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
-        return Inputs(**views)
+
+# Fields of Inputs in host memory, by name.
+Arrays = dict[str, numpy.ndarray]
+
+
+def places_of(arrays: Arrays) -> Iterator[tuple[str, int, int]]:
+    """(name, first byte, end) of each array where all are in one tensor, for one copy to the device."""
+    start = 0
+    for name, one in arrays.items():
+        yield name, start, start + one.nbytes
+        start += cdiv(one.nbytes, ALIGNMENT) * ALIGNMENT
+
+
+def packed_arrays(arrays: Arrays) -> torch.Tensor:
+    """All arrays in one tensor [uint8] at ``places_of``."""
+    places = list(places_of(arrays))
+    packed = numpy.zeros(max(end for *_, end in places), numpy.uint8)
+    for name, start, end in places:
+        packed[start:end] = arrays[name].reshape(-1).view(numpy.uint8)
+    return torch.from_numpy(packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,20 +310,15 @@ class StaticPrefill:
         device, batch = self.model.team.device, shape.batch
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(batch, WIDTH, dtype=torch.float32, device=device)
-        # The fields of its sequence ranges that stay on the host hold for every batch.
+        # The fields of its sequence ranges that stay on the host hold for every batch; with `length` all fields do.
         self._ranges = self._ranges_of([])
         like = self._inputs([])
-        self._packed = torch.zeros(like.nbytes, dtype=torch.uint8, device=device)
-        self._static = like.views(self._packed)
+        self._packed = upload(packed_arrays(like), device).clone()
+        self._static = Inputs.views(self._packed, like)
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Copy the batch's metadata to the device asynchronously."""
-        inputs = self._inputs(chunks)
-        packed = torch.empty(len(self._packed), dtype=torch.uint8)
-        there = inputs.views(packed)
-        for field in fields(Inputs):
-            getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
-        self._packed.copy_(upload(packed, self._packed.device))
+        self._packed.copy_(upload(packed_arrays(self._inputs(chunks)), self._packed.device))
 
     def run(self, kind: Kind, adjustments: Adjustments | None = None) -> None:
         """Write keys and values into the cache, and the token after each sequence into `chosen`."""
@@ -352,52 +363,66 @@ class StaticPrefill:
         sizes = {"tokens": self.shape.tokens, "batch": self.shape.batch}
         return SequenceRanges.make(sequences, self.model.group, self.model.dtype, **sizes)
 
-    def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
+    def _inputs(self, chunks: Sequence[PrefillChunk]) -> Arrays:
         """Metadata of these chunks in host memory, by numpy: torch would start its threads for them."""
-        size, table = self.cache.page_size, numpy.zeros((self.shape.batch, self._max_pages), numpy.int32)
-        team = self.model.team
+        size, batch, team = self.cache.page_size, self.shape.batch, self.model.team
         rank, world_size = (team.rank, team.size) if self.model.context_parallel else (0, 1)
-        tokens, positions = numpy.zeros((2, self.shape.tokens), numpy.int64)
-        cache_slots, rows = numpy.full(self.shape.tokens, -1, numpy.int64), []
-        adapters = numpy.full(self.shape.tokens, -1, numpy.int32)
-        for row, chunk, start in zip(table, chunks, self.starts(chunks), strict=False):
-            pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
+        table = numpy.zeros((batch, self._max_pages), numpy.int32)
+        ids = array("q")
+        for row, chunk in zip(table, chunks, strict=False):
+            pages = chunk.pages[: self._max_pages]
             row[: len(pages)] = pages
-            at = numpy.arange(chunk.before, chunk.end)
-            here = slice(start, start + len(at))
-            slots = pages[at // (size * world_size)] * size + at % size
-            cache_slots[here] = numpy.where(at // size % world_size == rank, slots, -1)
-            tokens[here], positions[here], adapters[here] = chunk.tokens, at, chunk.adapter
-            rows.append(start + len(at) - 1)
+            ids.fromlist(chunk.tokens)
+
+        def of_chunks(values: Iterable[float], padding: float, dtype: type = numpy.int64) -> numpy.ndarray:
+            padded = numpy.full(batch, padding, dtype)
+            padded[: len(chunks)] = list(values)
+            return padded
+
+        lengths, starts = of_chunks(map(len, (chunk.tokens for chunk in chunks)), 0), self.starts(chunks)
+        begins, before = of_chunks(islice(starts, len(chunks)), 0), of_chunks((chunk.before for chunk in chunks), 0)
+        chunk_of = numpy.repeat(numpy.arange(batch), lengths)
+        within = numpy.arange(len(ids)) - (numpy.cumsum(lengths) - lengths)[chunk_of]
+        at, here = within + before[chunk_of], within + begins[chunk_of]
+        slots = table[chunk_of, at // (size * world_size)].astype(numpy.int64) * size + at % size
+        if world_size > 1:
+            slots = numpy.where(at // size % world_size == rank, slots, -1)
+
+        def of_tokens(values: numpy.ndarray, padding: int, dtype: type = numpy.int64) -> numpy.ndarray:
+            padded = numpy.full(self.shape.tokens, padding, dtype)
+            padded[here] = values
+            return padded
+
         entries = gathered_slots = numpy.zeros(0, numpy.int64)
         if self.model.context_parallel:
             table, entries, gathered_slots = self._gathered(chunks, table)
-        params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
+        params, ranges = [chunk.params for chunk in chunks], self._ranges if self._padded else self._ranges_of(chunks)
         states = self._states_of(chunks) if self.model.has_states else (numpy.zeros(0, numpy.int32),) * 3
-
-        def padded(values: list[float], value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values + [value] * (self.shape.batch - len(values)), dtype=dtype)
-
-        return Inputs(
-            tokens=torch.from_numpy(tokens),
-            positions=torch.from_numpy(positions),
-            cache_slots=torch.from_numpy(cache_slots),
-            table=torch.from_numpy(table),
-            entries=torch.from_numpy(entries),
-            gathered_slots=torch.from_numpy(gathered_slots),
-            spans=ranges.spans,
-            tiles=ranges.tiles,
-            rows=padded(rows, 0),
-            lengths=padded([chunk.end for chunk in chunks], 1),
-            seed=padded([p.seed for p in params], 0),
-            temperature=padded([p.temperature for p in params], 0.0, torch.float32),
-            top_p=padded([p.top_p for p in params], 1.0, torch.float32),
-            top_k=padded([p.top_k for p in params], 0),
-            min_p=padded([p.min_p for p in params], 0.0, torch.float32),
-            batch_slots=padded([chunk.slot for chunk in chunks], 0),
-            adapters=torch.from_numpy(adapters),
-            **dict(zip(("state_rows", "state_slots", "state_chunks"), map(torch.from_numpy, states), strict=True)),
-        )
+        real = numpy.arange(batch) < len(chunks)
+        return {
+            "tokens": of_tokens(numpy.frombuffer(ids, numpy.int64), 0),
+            "positions": of_tokens(at, 0),
+            "cache_slots": of_tokens(slots, -1),
+            "table": table,
+            "entries": entries,
+            "gathered_slots": gathered_slots,
+            "spans": ranges.spans.numpy(),
+            "tiles": ranges.tiles.numpy(),
+            "rows": numpy.where(real, begins + lengths - 1, 0),
+            "lengths": numpy.where(real, before + lengths, 1),
+            "seed": of_chunks((one.seed for one in params), 0),
+            "temperature": of_chunks((one.temperature for one in params), 0.0, numpy.float32),
+            "top_p": of_chunks((one.top_p for one in params), 1.0, numpy.float32),
+            "top_k": of_chunks((one.top_k for one in params), 0),
+            "min_p": of_chunks((one.min_p for one in params), 0.0, numpy.float32),
+            "batch_slots": of_chunks((chunk.slot for chunk in chunks), 0),
+            "state_rows": states[0],
+            "state_slots": states[1],
+            "state_chunks": states[2],
+            "adapters": of_tokens(
+                of_chunks((chunk.adapter for chunk in chunks), -1, numpy.int32)[chunk_of], -1, numpy.int32
+            ),
+        }
 
     def _states_of(self, chunks: Sequence[PrefillChunk]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """SequenceChunks of these chunks, and of the padding between and after them.

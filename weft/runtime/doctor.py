@@ -162,6 +162,8 @@ def _gpus() -> Iterator[Finding]:
         status="ok",
         explanation=f"{capabilities.architecture(0)}; rank r runs on GPU r",
     )
+    if gpus[0].major == 9:
+        yield _deep_gemm()
     if count == 1:
         return
     yield _links()
@@ -183,6 +185,22 @@ def _gpus() -> Iterator[Finding]:
         status="unused",
         explanation="for several machines, later; one machine uses CUDA symmetric memory",
     )
+
+
+def _deep_gemm() -> Finding:
+    from weft.runtime import deep_gemm  # needs torch
+
+    version, what = deep_gemm.version(), "GEMMs of 1,024 rows or more in blocks of fp8"
+    if deep_gemm.is_chosen():
+        return Finding(
+            name="DeepGEMM",
+            value=version or "not installed",
+            status="ok" if version else "missing",
+            explanation=what,
+            remedy="" if version else deep_gemm.HOW,
+        )
+    value = f"{version}, WEFT_DEEP_GEMM=0" if version else "not installed"
+    return Finding(name="DeepGEMM", value=value, status="unused", explanation=f"{what}: by cuBLAS; {deep_gemm.HOW}")
 
 
 def _no_gpus(built_for_cuda: bool) -> Finding:

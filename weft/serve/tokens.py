@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from tokenizers import Tokenizer
 
 from weft.arguments import check_bool, quoted
-from weft.engine.params import check_prompt
+from weft.engine.params import plain_prompt
 from weft.serve.app import ApiError, Service, check_model, read
 from weft.serve.checks import BadField, a_text, an_object, checked, given_among
 from weft.serve.fields import messages_of
@@ -81,7 +81,7 @@ def _tokenized_fields(body: object) -> dict[str, Any]:
     if "prompt" not in given:
         raise BadField("prompt is missing; send it, or messages", "prompt")
     checked("prompt", a_text, given["prompt"])
-    checked("prompt", check_prompt, given["prompt"])
+    checked("prompt", plain_prompt, given["prompt"])
     return given
 
 
@@ -92,5 +92,5 @@ def _detokenized_fields(body: object) -> dict[str, Any]:
     ids = given.get("tokens")
     if not isinstance(ids, list):
         raise BadField(f"tokens={quoted(ids)} is not a list of token ids", "tokens")
-    checked("tokens", check_prompt, ids)
+    checked("tokens", plain_prompt, ids)
     return given

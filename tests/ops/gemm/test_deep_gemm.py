@@ -13,6 +13,7 @@ from weft.kernels.fp8 import Fp8
 from weft.ops.case import BF16, FP16
 from weft.ops.gemm import cublas, deep_gemm
 from weft.plan.memo import forget
+from weft.runtime import deep_gemm as runtime
 
 
 def rows_of(M, K, seed=0):
@@ -35,7 +36,7 @@ def fresh():
     """What a process keeps of the package is forgotten before and after."""
 
     def clear():
-        for kept in (deep_gemm.package, deep_gemm.is_installed, forget):
+        for kept in (runtime.package, runtime.version, forget):
             getattr(kept, "cache_clear", kept)()
 
     clear()
@@ -115,8 +116,8 @@ def test_cublas_s_place_is_taken(calls, monkeypatch):
 def installed(monkeypatch, fresh):
     """sgl-deep-gemm as pip sees it, and no variable."""
     monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
-    monkeypatch.setattr(deep_gemm.importlib.metadata, "version", {"sgl-deep-gemm": "0.1.4"}.__getitem__)
-    monkeypatch.setattr(deep_gemm, "find_spec", lambda name: name == "deep_gemm" or None)
+    monkeypatch.setattr(runtime.importlib.metadata, "version", {"sgl-deep-gemm": "0.1.4"}.__getitem__)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name == "deep_gemm" or None)
 
 
 @pytest.mark.parametrize(("M", "told"), [(512, False), (4096, True)])
@@ -140,13 +141,13 @@ def test_rows_are_sent_before_its_gemm_takes_all_registers(monkeypatch, installe
 def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch, installed, fresh, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert deep_gemm.package() is None and not caplog.records
+    assert runtime.package() is None and not caplog.records
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
     fresh()
     with pytest.raises(
         RuntimeError, match=r"WEFT_DEEP_GEMM=1, but it is for Hopper \(sm_90\), and this GPU is of sm_100, or leave"
     ):
-        deep_gemm.package()
+        runtime.package()
 
 
 @pytest.mark.parametrize("variable", [None, "0"])
@@ -157,13 +158,13 @@ def test_it_is_not_imported_where_it_is_not_chosen(monkeypatch, fresh, variable)
         monkeypatch.delenv("WEFT_DEEP_GEMM", raising=False)
     else:
         monkeypatch.setenv("WEFT_DEEP_GEMM", variable)
-    assert not deep_gemm.is_chosen() and deep_gemm.package() is None
+    assert not runtime.is_chosen() and runtime.package() is None
 
 
 def test_where_it_is_installed_it_multiplies(monkeypatch, installed):
     module = SimpleNamespace(fp8_gemm_nt=None)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    assert deep_gemm.package() is module and deep_gemm.takes(4096, 512, 512) and not deep_gemm.takes(512, 512, 512)
+    assert runtime.package() is module and deep_gemm.takes(4096, 512, 512) and not deep_gemm.takes(512, 512, 512)
 
 
 def test_where_its_kernel_cannot_be_compiled_cublas_multiplies_and_one_warning_says_so(
@@ -197,13 +198,13 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch, fresh):
     with pytest.raises(
         RuntimeError, match=r"WEFT_DEEP_GEMM=1, but deep_gemm cannot be used .*pip install .weft.deep-gemm.., or leave"
     ):
-        deep_gemm.package()
+        runtime.package()
 
 
 def test_another_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("WEFT_DEEP_GEMM", "yes")
     with pytest.raises(ValueError, match=r"WEFT_DEEP_GEMM='yes' is neither 1 .* nor 0"):
-        deep_gemm.is_chosen()
+        runtime.is_chosen()
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -129,15 +129,6 @@ def test_a_plan_s_reason_tells_of_it(monkeypatch, installed, fresh, M, told):
     assert "DeepGEMM" not in str(plan())
 
 
-@pytest.mark.parametrize(("M", "first"), [(1024, False), (4096, True)])
-def test_rows_are_sent_before_its_gemm_takes_all_registers(monkeypatch, installed, fresh, M, first):
-    plan = partial(weft.ops.explain, "ag-gemm+block_fp8", N=2560, K=5120, M=M, world_size=2, algorithm="pipelined")
-    assert plan().planned.design.begin_first is first
-    monkeypatch.setenv("WEFT_DEEP_GEMM", "0")
-    fresh()
-    assert plan().planned.design.begin_first is False
-
-
 def test_it_is_refused_on_other_gpus_than_hopper(monkeypatch, installed, fresh, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))

@@ -17,7 +17,6 @@ from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
-from weft.ops.gemm import deep_gemm
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import (
     COLUMN_PARALLEL,
@@ -143,9 +142,8 @@ class AllGatherMatmul(Overlapped):
         if name == "pipelined":
             if call.fp8 and (world == 2 or call.block_fp8):
                 # Rows of one byte arrive well before the GEMM before theirs ends. Scales of several ranks' rows are not
-                # adjacent as cuBLAS reads scales of blocks. DeepGEMM's programs leave begin_kernel no registers until they end:
-                # two H200s, 4096x5120x5120 took 234 us with it, GEMM alone 171, and by cuBLAS 203, alone 195.
-                return Pipelined(begin_first=call.block_fp8 and deep_gemm.takes(rows, call.N, call.K))
+                # adjacent as cuBLAS reads scales of blocks.
+                return Pipelined()
             if world == 2:
                 return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)
             # Two ranks' rows in one GEMM use the SMs better, if N makes it long enough to hide the next ranks' rows.

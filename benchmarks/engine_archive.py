@@ -7,9 +7,10 @@
 names.txt lists the packages that the machine has, one in a line: they are left out, as are packages and files that serve other
 models, pictures, grammars and servers (ENGINES). What the engine's metadata asks for comes from PyPI, until nothing is missing.
 In shared libraries code for other architectures is overwritten with zeros, which compress to nothing; of FlashAttention 3 all
-but bf16 without a soft cap too, in heads of 128 and for vLLM 256. The machine needs this Python, and the torch that the engine
-asks for. vLLM 0.26.0 takes 28 MB, in place of 1.8 GB; SGLang 0.5.17 36 MB, in place of 2 GB; FlashInfer for vLLM 3 MB. Some
-modules of FlashInfer are built ahead (flashinfer_modules.py, which says what that needs). `benchmarks/engines.sh` unpacks all.
+but bf16 without a soft cap too, in heads of 128 and for vLLM 64 and 256. The machine needs this Python, and the torch that the
+engine asks for. vLLM 0.26.0 takes 28 MB, in place of 1.8 GB; SGLang 0.5.17 36 MB, in place of 2 GB; FlashInfer for vLLM 3 MB.
+Some of FlashInfer's modules are built ahead (flashinfer_modules.py, which says what that needs). `benchmarks/engines.sh`
+unpacks all.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ ENGINES = {
             "_vllm_fa2_C", "vllm/vllm-rs", "fmha_sm100", "vllm/benchmarks/", "mistral_common/data/", "/static/swagger-ui",
             "cpython-310", "cpython-311", "cpython-313", "cpython-314", "pycountry/locales/",
         ),
-        kernels={"_vllm_fa3_C": heads(128, 256)},
+        kernels={"_vllm_fa3_C": heads(64, 128, 256)},
     ),
     "sglang": Engine(
         packages=("sglang==0.5.17", "dill"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import DOCS, write
+from benchmarks.pictures.engines import form_of
 
 LAB = Path(__file__).parent / "lab"
 FOLDERS = (
@@ -22,10 +23,11 @@ FOLDERS = (
     "h200-x4-vllm-0.26",
 )  # fmt: skip
 OTHERS = {"vllm": "vLLM", "sglang": "SGLang"}
+FORMS = {"fp8": "blocks of fp8", "mxfp4": "experts in MXFP4"}
 
 
 def key_of(report: dict[str, Any]) -> tuple[str, str, int]:
-    return report["model"], report.get("quantization") or "bf16", report.get("drafts", 0)
+    return report["model"], form_of(report), report.get("drafts", 0)
 
 
 def compared(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -62,7 +64,7 @@ def section(ours: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
     if ours.get("adaptive"):
         speculation += ", of weft as many as pay"
     lines = [
-        f"## {model}, {'blocks of fp8' if form == 'fp8' else form}{speculation}, {machine}{beside}",
+        f"## {model}, {FORMS.get(form, form)}{speculation}, {machine}{beside}",
         "",
         "| prompts x tokens | weft: first, ms | a token, ms | tokens/s | " + " ".join(
             f"{OTHERS[other['engine']]} {other['version']}: first, ms | a token, ms | tokens/s "

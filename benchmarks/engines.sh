@@ -7,7 +7,7 @@
 # ARCHIVES      vllm.tar.xz, vllm-flashinfer.tar.xz, sglang.tar.xz with commas between (benchmarks/engine_archive.py): packages
 #               that are not installed, unpacked once into a folder for each engine; an engine without an archive is left out.
 #               "-": all are installed. Without FlashInfer vLLM fuses no all-reduces with norms
-# QUANTIZATION  fp8, or bf16
+# QUANTIZATION  fp8, or bf16: as the model is published, gpt-oss with experts in MXFP4
 # CACHE_BYTES   of an engine's KV cache on a GPU: engines start at the same time, and share the memory. vLLM keeps states of
 #               gated delta nets there, one for each draft too: on one of two GPUs 300 MB a sequence of Qwen3.6-27B with three
 # DRAFTS        tokens that the model's MTP head drafts, not in SGLang; ACCEPTANCE: tokens of a step on average, drawn. The variable

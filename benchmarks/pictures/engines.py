@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures.svg import Palette, box, document, line, text
+from weft.models.families import PUBLISHED
 
 LAB = Path(__file__).resolve().parent.parent / "lab"
 # Numbers of GPUs in words: all pairs on the first are in the picture, on the second the pairs beside SGLang.
@@ -80,7 +81,9 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def form_of(report: dict[str, Any]) -> str:
-    return report.get("quantization") or "bf16"
+    """Form of the weights: as they were made for the run, or as the model is published; of gpt-oss the experts' alone."""
+    published = PUBLISHED.get(report["model"], {}).get("quantization_config", {})
+    return report.get("quantization") or published.get("quant_method") or "bf16"
 
 
 def titled(model: str) -> str:

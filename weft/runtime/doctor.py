@@ -190,7 +190,7 @@ def _gpus() -> Iterator[Finding]:
 def _deep_gemm() -> Finding:
     from weft.runtime import deep_gemm  # needs torch
 
-    version, what = deep_gemm.version(), "GEMMs of 1,024 rows or more in blocks of fp8"
+    version, what = deep_gemm.version(), "large GEMMs in blocks of fp8"
     if deep_gemm.is_chosen():
         return Finding(
             name="DeepGEMM",

@@ -60,6 +60,7 @@ def calls(monkeypatch, fresh):
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
     monkeypatch.setattr(deep_gemm, "FEWEST_ROWS", 20)
+    monkeypatch.setattr(deep_gemm, "FEWEST_RESULTS", 0)
     return made
 
 
@@ -120,9 +121,17 @@ def installed(monkeypatch, fresh):
     monkeypatch.setattr(runtime, "find_spec", lambda name: name == "deep_gemm" or None)
 
 
-@pytest.mark.parametrize(("M", "told"), [(512, False), (4096, True)])
-def test_a_plan_s_reason_tells_of_it(monkeypatch, installed, fresh, M, told):
-    plan = partial(weft.ops.explain, "gemm+block_fp8", N=5120, K=5120, M=M)
+@pytest.mark.parametrize(
+    ("op", "M", "N", "told"),
+    [
+        ("gemm", 512, 51200, False),
+        ("gemm", 2048, 5120, False),
+        ("gemm", 4096, 5120, True),
+        ("gemm-silu", 1024, 8192, True),
+    ],
+)
+def test_a_plan_s_reason_tells_of_it(monkeypatch, installed, fresh, op, M, N, told):
+    plan = partial(weft.ops.explain, f"{op}+block_fp8", N=N, K=5120, M=M)
     assert ("by DeepGEMM" in str(plan())) is told
     monkeypatch.setenv("WEFT_DEEP_GEMM", "0")
     fresh()
@@ -155,7 +164,7 @@ def test_it_is_not_imported_where_it_is_not_chosen(monkeypatch, fresh, variable)
 def test_where_it_is_installed_it_multiplies(monkeypatch, installed):
     module = SimpleNamespace(fp8_gemm_nt=None)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    assert runtime.package() is module and deep_gemm.takes(4096, 512, 512) and not deep_gemm.takes(512, 512, 512)
+    assert runtime.package() is module and deep_gemm.takes(4096, 4096, 512) and not deep_gemm.takes(4096, 4032, 512)
 
 
 def test_where_its_kernel_cannot_be_compiled_cublas_multiplies_and_one_warning_says_so(
@@ -170,6 +179,7 @@ def test_where_its_kernel_cannot_be_compiled_cublas_multiplies_and_one_warning_s
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **more: zeros(*sizes, **more))
     monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones(*sizes))
+    monkeypatch.setattr(deep_gemm, "FEWEST_RESULTS", 0)
     a, b = rows_of(1024, 128), weight_of(64, 128)
     assert not any(deep_gemm.multiplies(a, b, BF16) for _ in range(2))
     [record] = caplog.records
@@ -207,6 +217,7 @@ def test_the_package_multiplies_as_cublas_does(monkeypatch, fresh, M, N, K):
     """Pieces and whole, eager and in a graph: the same bits. Beside cuBLAS: within the rounding of bf16."""
     pytest.importorskip("deep_gemm")
     monkeypatch.setenv("WEFT_DEEP_GEMM", "1")
+    monkeypatch.setattr(deep_gemm, "FEWEST_RESULTS", 0)
     a, b = (Fp8(*(one.cuda() for one in matrix[:2])) for matrix in (rows_of(M, K), weight_of(N, K)))
     a = Fp8(a.data, a.scales.t().contiguous().t())
     assert deep_gemm.multiplies(a, b, BF16)

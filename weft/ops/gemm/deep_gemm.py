@@ -12,8 +12,11 @@ from weft.kernels.fp8 import COLUMNS, Fp8
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.deep_gemm import is_chosen, package
 
-# Rows from which it multiplies; its lead over cuBLAS is measured at 4,096 and more, and at 128 it has none.
-FEWEST_ROWS = 1024
+# Rows and elements of the result from which it multiplies. H200s: with 4,096 rows of 5120 columns and 2,048 of 25600 it takes
+# 0.9 of cuBLAS's time; AG-GEMM of 2,048 rows of 5120 columns twice took 234 us, by cuBLAS 203, and 8 prompts of 128 tokens of
+# Qwen3-8B, whose projections have 4096 and 6144 columns, 24 ms in place of 18 (results/h200-x2-deep-gemm,
+# lab/h200-x1-engines-deep-gemm), on other machines.
+FEWEST_ROWS, FEWEST_RESULTS = 1024, 1 << 24
 # It reads scales of a group one row after the other, each group's from 16 bytes on.
 ROWS_OF_SCALES = 4
 # Features that it takes a multiple of.
@@ -22,7 +25,8 @@ FEATURES = 64
 
 def takes(M: int, N: int, K: int) -> bool:
     """True for sizes that DeepGEMM multiplies in blocks of fp8, where it is chosen."""
-    return M >= FEWEST_ROWS and N % FEATURES == 0 and K % COLUMNS.value == 0 and is_chosen()
+    large = M >= FEWEST_ROWS and M * N >= FEWEST_RESULTS
+    return large and N % FEATURES == 0 and K % COLUMNS.value == 0 and is_chosen()
 
 
 def multiplies(a: Fp8, b: Fp8, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ COLUMNS, BLOCKS, SLABS = 256, (16, 32, 64, 128), 4
 STEP, FEW_PAIRS = 128, 32
 # Rows of a weight in 4 bits in a tile of few pairs, which converts it: of each of gate, up or down.
 FOUR_BIT_ROWS = 64
-# Start and end of such a tile, and of the first one further, before whose weights nothing is read, µs.
+# Start and end of such a tile, and the first tile's wait for its weights, µs.
 FOUR_BIT_TILE, FOUR_BIT_FILL = 0.3, 2.5
 
 

@@ -343,7 +343,7 @@ class Requests:
 
     def answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
         """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
-        if params is not self._checked:  # the prompts of a call share theirs
+        if self._checked is None or params is not self._checked:  # the prompts of a call share theirs
             self._check(params)
             self._checked = params
         room = self._config.max_seq_len - len(ids)

@@ -54,7 +54,7 @@ def package() -> Any | None:
     else:
         try:
             return _tried()
-        except Exception as error:  # as types of the package's compiler
+        except Exception as error:  # the package's compiler has types for its errors
             why = f"{PACKAGE} cannot be used ({error}); {HOW}"
     if demanded:
         raise RuntimeError(f"WEFT_DEEP_GEMM=1, but {why}, or leave the variable out") from None

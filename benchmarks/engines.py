@@ -292,7 +292,10 @@ def version_of(package: str) -> str | None:
 
 
 def surroundings_of(engine: str) -> dict[str, Any]:
-    """What the engine's speed depends on outside its arguments; SGLang asks for all of its packages itself."""
+    """What the engine's speed depends on outside its arguments; SGLang asks for all of its packages itself.
+
+    deep_gemm  version that weft chooses: where it does not work, the log has a warning, and cuBLAS was measured
+    """
     if engine == "vllm":
         return {"flashinfer": version_of("flashinfer-python"), "batch_invariant": BATCH_INVARIANT in os.environ}
     if engine == "weft":

@@ -110,6 +110,7 @@ def test_one_gpu_is_one_rank(gpus):
         ("0.1.4", "0", "0.1.4, WEFT_DEEP_GEMM=0", "unused"),
         (None, None, "not installed", "unused"),
         (None, "1", "not installed", "missing"),
+        ("0.1.4", "yes", "0.1.4", "wrong"),
     ],
 )
 def test_deep_gemm_is_named_on_hopper(gpus, monkeypatch, version, variable, value, status):
@@ -120,7 +121,8 @@ def test_deep_gemm_is_named_on_hopper(gpus, monkeypatch, version, variable, valu
         monkeypatch.setenv("WEFT_DEEP_GEMM", variable)
     found = named(doctor.examine(), "DeepGEMM")
     assert (found.value, found.status) == (value, status)
-    assert (found.remedy == "pip install 'weft[deep-gemm]'") is (status == "missing")
+    remedies = {"missing": "pip install 'weft[deep-gemm]'", "wrong": "unset WEFT_DEEP_GEMM"}
+    assert found.remedy == remedies.get(status, "")
 
 
 def test_gpus_run_without_the_simulators_packages(gpus, without):

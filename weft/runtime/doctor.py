@@ -191,7 +191,14 @@ def _deep_gemm() -> Finding:
     from weft.runtime import deep_gemm  # needs torch
 
     version, what = deep_gemm.version(), "large GEMMs in blocks of fp8"
-    if deep_gemm.is_chosen():
+    try:
+        chosen = deep_gemm.is_chosen()
+    except ValueError as error:
+        return Finding(
+            name="DeepGEMM", value=version or "not installed", status="wrong", explanation=str(error),
+            remedy="unset WEFT_DEEP_GEMM",
+        )  # fmt: skip
+    if chosen:
         return Finding(
             name="DeepGEMM",
             value=version or "not installed",

@@ -37,7 +37,7 @@ def test_the_layers_have_the_model_s_weights(model):
 @pytest.mark.parametrize("model", ["deepseek-v3", "glm-4.5-air", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_experts_and_dense_layers_are_read_once_by_many_tokens(model, world_size):
-    """A thousand tokens choose every expert; a model of other layers first needs no more time for it."""
+    """A thousand tokens choose every expert: at least all bytes once or all products, at most both one after the other."""
     config = DecoderConfig.named(model).quantized("fp8")
     got = roofline("model", config, world_size, (1, 1024, 1024), "bf16", LIMITS).gemms
     nbytes = sum(many * sum(weights(config, world_size, kind).values()) for kind, many in kinds(config).items())

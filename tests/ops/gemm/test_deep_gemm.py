@@ -9,6 +9,7 @@ import torch
 
 import weft
 from tests.ops.checking import assert_identical
+from weft.bench.ops import fp8_baselines
 from weft.kernels.fp8 import Fp8
 from weft.ops.case import BF16, FP16
 from weft.ops.gemm import cublas, deep_gemm
@@ -111,6 +112,12 @@ def test_cublas_s_place_is_taken(calls, monkeypatch):
     there = [Fp8(*(one.to("meta") for one in matrix[:2])) for matrix in (a, b)]
     monkeypatch.setattr(deep_gemm, "multiply", lambda a, b, out: (a, b, out))
     assert cublas.scaled(*there, BF16, "out") == (*there, "out")
+
+
+def test_baselines_named_cublas_stay_cublas_s(calls, monkeypatch):
+    there = [Fp8(*(one.to("meta") for one in matrix[:2])) for matrix in (rows_of(64, 256), weight_of(192, 256))]
+    monkeypatch.setattr(cublas, "_scaled_by_blocks", lambda a, b, dtype, out: (a, b, out))
+    assert fp8_baselines.by_cublas(*there, BF16, "out") == (*there, "out") and calls == []
 
 
 @pytest.fixture

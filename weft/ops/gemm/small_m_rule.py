@@ -145,7 +145,7 @@ def _fp8_rule(call: GemmCall, caps: Capabilities, gated: bool) -> tuple[bool, st
         return True, f"N={call.N} K={call.K} or scales of other blocks than 128 x 128, which cuBLAS does not take"
     most = MAX_FP8_ROWS_NARROW if cdiv(call.N, 64) <= caps.sms and not gated else MAX_FP8_ROWS
     if most < call.M:
-        instead = "; by DeepGEMM in cuBLAS's place, which is installed"
+        instead = "; by DeepGEMM in cuBLAS's place, where it works"
         taken = call.block_fp8 and deep_gemm.takes(call.M, call.N * (2 if gated else 1), call.K)
         return False, f"M={call.M} > {most}: bound by the tensor cores, as cuBLAS is" + instead * taken
     return True, f"M={call.M} <= {most}: all programs at once, each reading its share of the weight"
